@@ -124,8 +124,9 @@ class Ticket:
         if self.settled or self.cancelled:
             return
         self.value, self.settled = value, True
-        if self._deliver is not None:
-            self._deliver(value)
+        deliver, self._deliver = self._deliver, None  # it may refer to this ticket
+        if deliver is not None:
+            deliver(value)
 
 
 class _Outbox:
@@ -267,38 +268,36 @@ class EngineThread:
         """Run `work` in the thread and wait until its ticket is settled. `abandon` runs there if the caller leaves."""
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
-        ticket = Ticket(self.clock(), partial(self._outbox(loop).put, answer))
-        self._waiting.add(ticket)
+        ticket = self.call(work, partial(self._outbox(loop).put, answer))
         try:
-            self._put(ticket, work)
             return await answer
         except asyncio.CancelledError:
             ticket.cancelled = not ticket.settled
+            self._waiting.discard(ticket)
             if abandon is not None:
                 self.post(abandon)
             raise
-        finally:
-            self._waiting.discard(ticket)
 
     def _outbox(self, loop: asyncio.AbstractEventLoop) -> _Outbox:
         if loop not in self._outboxes:
             self._outboxes[loop] = _Outbox(loop)
         return self._outboxes[loop]
 
-    def call(self, work: Callable[[Ticket], None], deliver: Deliver) -> None:
-        """Run `work` in the thread, and call `deliver` there with its ticket's answer. From any thread; returns at
-        once."""
+    def call(self, work: Callable[[Ticket], None], deliver: Deliver) -> Ticket:
+        """Run `work` in the thread, and call `deliver` there, or here if no calls are answered any more, with its
+        ticket's answer. From any thread; returns the ticket at once."""
 
         def settled(value: object) -> None:
             self._waiting.discard(ticket)
             deliver(value)
 
         ticket = Ticket(self.clock(), settled)
-        self._waiting.add(ticket)
-        try:
-            self._put(ticket, work)
-        except PeerLost as error:
-            ticket.settle(error)
+        self._waiting.add(ticket)  # first of all: `lose` finds it also if it comes after the check
+        if self._over.done():
+            ticket.settle(self._lost())
+        else:
+            self._inbox.put((ticket, work))
+        return ticket
 
     def post(self, work: Callable[[Ticket], None]) -> None:
         """Run `work` in the thread; nobody waits for it."""
@@ -310,19 +309,8 @@ class EngineThread:
             with self._alone, ThreadPoolExecutor(1, self.name, self._setup) as once:
                 return once.submit(work).result()
         answer: Future[Result] = Future()
-        ticket = Ticket(self.clock(), partial(_resolve, answer))
-        self._waiting.add(ticket)
-        try:
-            self._put(ticket, lambda ticket: ticket.settle(work()))
-            return answer.result()
-        finally:
-            self._waiting.discard(ticket)
-
-    def _put(self, ticket: Ticket, work: Callable[[Ticket], None]) -> None:
-        """Queue a call whose ticket is in `_waiting`, where `lose` finds it if it comes after the check."""
-        if self._over.done():
-            raise self._lost()
-        self._inbox.put((ticket, work))
+        self.call(lambda ticket: ticket.settle(work()), partial(_resolve, answer))
+        return answer.result()
 
     def _lost(self) -> PeerLost:
         return PeerLost(f"{self.name}: {self._over.result()}")
