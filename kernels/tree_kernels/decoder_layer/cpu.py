@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul import PackedWeight
-from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
+from tree_kernels.matmul.cpu import PRECISIONS, helpers
 from tree_kernels.matmul.shapes import SCRATCH, Argument, Precision, float_bits
 from tree_kernels.row_functions.cpu import row_kernels
 from tree_kernels.row_functions.shapes import UNIT, GateArgument, NormArgument, WidenArgument, norm_scratch
@@ -128,7 +129,7 @@ class DecoderLayers:
     def __init__(self, weights: Sequence[LayerWeights], workspace: Workspace, threads: int = 1) -> None:
         """Raises ValueError for weights that do not fit each other, NoKernelsError where nothing can be compiled."""
         self.weights, self._workspace = tuple(weights), workspace
-        self._threads = min(threads, 1 + MOST_HELPERS)
+        self._threads = threads
         self._norms = [[each.detach().contiguous() for each in its.norms] for its in weights]
         self._sinks = [
             None if its.sinks is None else (its.sinks.detach().float() * LOG2_E).contiguous() for its in weights
@@ -139,6 +140,7 @@ class DecoderLayers:
         products = (each for its in weights for each in its.products)
         self._limits = [*{id(each.limit): each.limit for each in products if each.limit is not None}.values()]
         self.dtype, self.width = self._norms[0][0].dtype, self.weights[0].query.inputs
+        self._key_dim = min(its.layout.key_dim for its in weights)
         for its, norms in zip(self.weights, self._norms, strict=True):
             self._check(its, norms)
         kernels = _kernels()
@@ -183,13 +185,7 @@ class DecoderLayers:
         cos, sin = rotation.cos, rotation.sin
         if x.dtype != self.dtype or x.shape != (words[AttentionArgument.PADDED], self.width):
             raise ValueError(f"rows {[*x.shape]} of {x.dtype} do not fit the step's {words[AttentionArgument.PADDED]}")
-        if (
-            not self.dtype == cos.dtype == sin.dtype
-            or cos.shape != sin.shape
-            or len(cos) != rows
-            or any(cos.shape[1] > its.layout.key_dim for its in self.weights)
-            or cos.shape[1] % 2
-        ):
+        if not rotation.fits(rows, self.dtype, self._key_dim):
             raise ValueError(f"a rotation {[*cos.shape]} of {cos.dtype} does not fit {rows} rows of {x.dtype}")
         if not all(pool.dtype in (torch.float32, self.dtype) for pool in pools):
             raise ValueError(f"a pool's dtype is neither float32 nor that of the rows, {x.dtype}")
@@ -221,14 +217,7 @@ class DecoderLayers:
         return made
 
     def _run(self, program: _LayersProgram) -> None:
-        shared = helpers()
-        held = self._threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
-        try:
-            count = shared.at_most(self._threads - 1) if held else 0
-            self._start(program.address, self._operations, shared.address, count)
-        finally:
-            if held:
-                shared.lock.release()
+        helpers().share(self._threads, partial(self._start, program.address, self._operations))
 
     def _program(self, rows: int, columns: int, first: int, end: int) -> _LayersProgram:
         """The program of the operations [first, end), numbered through all layers, for `rows` rows with `columns` near

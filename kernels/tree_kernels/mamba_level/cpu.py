@@ -15,7 +15,7 @@ from torch import Tensor
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.team_shapes import ENTERED, TEAM_WORDS
-from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, dots_pay, helpers, tile_table
+from tree_kernels.matmul.cpu import PRECISIONS, dots_pay, helpers, tile_table
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import has_dots, panel
@@ -111,7 +111,7 @@ class Team:
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         """kernels: those of the model's kind"""
-        self._helpers = min(threads - 1, MOST_HELPERS)
+        self._threads = threads
         memory = np.zeros(TEAM_WORDS + LINE // 8, np.int64)
         self._address = -(-int(memory.ctypes.data) // LINE) * LINE
         self._memory = memory[(self._address - int(memory.ctypes.data)) // 8 :]
@@ -124,15 +124,12 @@ class Team:
 
     def run(self, kernel: int, words: int, model: Ints) -> None:
         """Call a kernel. kernel, words: address of the kernel and of its words   model: the model's words"""
-        others = helpers()
-        shared = self._helpers > 0 and others.lock.acquire(blocking=False)
-        try:
-            count = others.at_most(self._helpers) if shared else 0
+
+        def lead(memory: int, count: int) -> None:
             model[shapes.TEAM] = self._address if count else 0
-            self._lead(kernel, words, self._address, self._joining, others.address, count)
-        finally:
-            if shared:
-                others.lock.release()
+            self._lead(kernel, words, self._address, self._joining, memory, count)
+
+        helpers().share(self._threads, lead)
 
 
 class Scratch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -120,13 +121,20 @@ class Helpers:
         self.lock = threading.Lock()
         self._started = 0
         self._memory = np.zeros((MOST_HELPERS, Helper.SIZE), np.int64)  # zeros: semaphores that nobody has posted
+        self._address = int(self._memory.ctypes.data)
 
-    @property
-    def address(self) -> int:
-        """Address of the helpers' memory."""
-        return self._memory.ctypes.data
+    def share(self, threads: int, call: Callable[[int, int], None]) -> None:
+        """Call with the address of the helpers' memory and the number of helpers that may work, up to `threads` - 1;
+        with none while another caller has them, since no result depends on their number."""
+        if threads == 1 or not self.lock.acquire(blocking=False):
+            call(self._address, 0)
+            return
+        try:
+            call(self._address, self._at_most(min(threads - 1, MOST_HELPERS)))
+        finally:
+            self.lock.release()
 
-    def at_most(self, count: int) -> int:
+    def _at_most(self, count: int) -> int:
         """The number of helpers, at most `count`, after missing ones are started; fewer where no thread can start."""
         while self._started < count:
             memory = self._memory[self._started]
@@ -227,7 +235,7 @@ class PackedWeight:
         a panel   dtype: the results' dtype   pairs: table of tiles that read rows as PAIRS; None: the weight has none
         matrix: True if `pairs` has matrix tiles"""
         self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
-        self._threads = min(threads, 1 + MOST_HELPERS) if outputs * inputs >= THREADED else 1
+        self._threads = threads if outputs * inputs >= THREADED else 1
         self._panels, self._tiles, self._pairs, self._matrix = panels, tiles, pairs, matrix
         self._bias = None if bias is None else bias.detach().float().contiguous()
         kernels = _kernels()
@@ -292,13 +300,10 @@ class PackedWeight:
         given = x.contiguous()
         dtype = torch.bfloat16 if kind == Precision.PAIRS else torch.float32
         read = given if given.dtype == torch.float32 else torch.empty(rows, self.inputs, dtype=dtype)
-        shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
-        try:
-            count = _helpers.at_most(self._threads - 1) if shared else 0
+
+        def multiply(memory: int, count: int) -> None:
             call = self.call(read.data_ptr(), rows, made.data_ptr(), _memory.scratch(count + 1), kind)
-            given_as = PRECISIONS[given.dtype]
-            self._product(call.ctypes.data, given.data_ptr(), given_as, self.kernel, _helpers.address, count)
-        finally:
-            if shared:
-                _helpers.lock.release()
+            self._product(call.ctypes.data, given.data_ptr(), PRECISIONS[given.dtype], self.kernel, memory, count)
+
+        _helpers.share(self._threads, multiply)
         return made

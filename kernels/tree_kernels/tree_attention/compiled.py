@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels, why_missing
-from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
+from tree_kernels.matmul.cpu import PRECISIONS, helpers
 from tree_kernels.matmul.shapes import Precision, float_bits
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, RowRotation, TreeRows
 from tree_kernels.tree_attention.shapes import (
@@ -142,9 +142,7 @@ def compiled_step(step: TreeRows, threads: int = 1, kv_heads: int = 1) -> Compil
     )
     largest = max((block[Block.STOP] - block[Block.START] for block in blocks), default=0)
     keys = sum(block[Block.COUNT] for block in blocks) * PAGE + step.near.numel()
-    return CompiledStep(
-        words, step.near.shape[1], largest, keys, min(threads, 1 + MOST_HELPERS), (table, listed, *tensors)
-    )
+    return CompiledStep(words, step.near.shape[1], largest, keys, threads, (table, listed, *tensors))
 
 
 def _block_count(rows: int, shares: int) -> int:
@@ -190,13 +188,8 @@ def attend_compiled(
     returns [padded, heads, value_dim] in the query's dtype; padding rows are zero
     """
     dtype = query.dtype
-    if rotation is not None and (
-        not dtype == key.dtype == rotation.cos.dtype == rotation.sin.dtype
-        or dtype != value.dtype
-        or rotation.cos.shape != rotation.sin.shape
-        or len(rotation.cos) != query.shape[1]
-        or rotation.cos.shape[1] > layout.key_dim
-        or rotation.cos.shape[1] % 2
+    if rotation is not None and not (
+        dtype == key.dtype == value.dtype and rotation.fits(query.shape[1], dtype, layout.key_dim)
     ):
         raise ValueError(f"a rotation {[*rotation.cos.shape]} of {rotation.cos.dtype} does not fit {dtype} queries")
     if not dtype == key.dtype == value.dtype or dtype not in PRECISIONS:
@@ -226,16 +219,13 @@ def attend_compiled(
     )
     each = scratch_floats(step.block_rows * group, layout.key_dim, layout.value_dim, step.columns)
     threads = step.threads if step.keys * layout.token_bytes > THREADED else 1
-    shared = helpers()
-    held = threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
-    try:
-        count = shared.at_most(threads - 1) if held else 0
+
+    def run(memory: int, count: int) -> None:
         scratch = torch.empty((count + 1) * each)
         call[AttentionArgument.SCRATCH], call[AttentionArgument.SCRATCH_BYTES] = scratch.data_ptr(), 4 * each
-        _kernels().functions["attend"](call.ctypes.data, *attention_kernels(), shared.address, count)
-    finally:
-        if held:
-            shared.lock.release()
+        _kernels().functions["attend"](call.ctypes.data, *attention_kernels(), memory, count)
+
+    helpers().share(threads, run)
     return made.to(dtype)
 
 

@@ -105,3 +105,14 @@ class RowRotation:
 
     cos: Tensor
     sin: Tensor
+
+    def fits(self, rows: int, dtype: torch.dtype, key_dim: int) -> bool:
+        """True if it turns `rows` rows of this dtype, whose keys have `key_dim` numbers."""
+        cos, sin = self.cos, self.sin
+        turned = cos.shape[1]
+        return (
+            cos.dtype == sin.dtype == dtype
+            and cos.shape == sin.shape == (rows, turned)
+            and turned <= key_dim
+            and not turned % 2
+        )
