@@ -60,4 +60,4 @@ class DraftIds:
 
     def outcome(self, outcome: DraftOutcome) -> DraftOutcome:
         """Convert an outcome to target ids."""
-        return replace(outcome, candidates=self.guessed[outcome.candidates])
+        return outcome._replace(candidates=self.guessed[outcome.candidates])

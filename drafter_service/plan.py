@@ -176,6 +176,11 @@ class Levels:
         return len(self.tokens) - self.counts[0]
 
     @property
+    def groups(self) -> Sequence[int]:
+        """`DraftPlan.groups` of a plan with these rows, of which all are scored."""
+        return [*[1] * self.text_rows, *self.counts]
+
+    @property
     def count(self) -> int:
         """Number of tokens that go through the model."""
         return self.text_rows + len(self.ranks)
@@ -209,9 +214,8 @@ class DraftPlan:
 class OneForward(NamedTuple):
     """What a forward of a single session may contain besides one level or one chain."""
 
-    levels: bool = False  # True: all levels of a tree whose form is known
-    longest_chain: int = 0  # most tokens of a chain without a root that runs as levels of one token; 0: none does
-    text_and_levels: bool = False  # True: the tokens before a root, as many as a chain may have, and its tree's levels
+    levels: bool = False  # True: all levels of a tree whose form is known, after the tokens before its root
+    longest_chain: int = 0  # most of these tokens, which alone run as levels of one token; 0: as many as a chain has
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +236,7 @@ class DraftStep:
     plan: DraftPlan | None  # None if nothing waits
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOutcome:
+class DraftOutcome(NamedTuple):
     """The candidates after each scored token of a forward."""
 
     candidates: IntArray  # [scored, width] best first

@@ -167,7 +167,7 @@ class DraftRunner:
         by_kernels = session in self._orders
         fused = self._fused is not None and not self._laws[session].warp.masks
         levels = by_kernels if self._trees is not None else fused
-        return OneForward(levels, LONGEST_CHAIN if by_kernels else 0, levels)
+        return OneForward(levels, LONGEST_CHAIN if by_kernels else 0)
 
     @property
     def vocabulary(self) -> int:
@@ -267,17 +267,12 @@ class DraftRunner:
 
     def _run_in_one(self, memory: FusedMemory, plan: DraftPlan, laws: list[DraftLaw]) -> DraftOutcome:
         """Run one forward by a memory whose call ranks the tokens, too."""
-        rows = plan.rows
-        if isinstance(rows, Levels):
-            orders, width = _orders(laws, plan), _width(laws, plan)
-            return DraftOutcome(*memory.guesses_of_levels(rows, plan.depths, orders, width))
-        if isinstance(rows, Level):
-            return DraftOutcome(*memory.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
-        hidden = memory.chain(rows).flatten(0, 1)
+        if not isinstance(plan.rows, Chains):
+            return memory.guesses(plan.rows, *_ordered(laws, plan), _width(laws, plan))
+        hidden = memory.chain(plan.rows).flatten(0, 1)
         if not plan.groups:
             return NOTHING
-        hidden = self._scored(hidden, plan)
-        return DraftOutcome(*memory.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
+        return memory.guesses_of_hidden(self._scored(hidden, plan), *_ordered(laws, plan), _width(laws, plan))
 
     def _run_by_parts(self, plan: DraftPlan, laws: list[DraftLaw]) -> DraftOutcome:
         """Run one forward by the model, and rank its tokens by kernels, where these have their orders, or in torch."""
@@ -380,15 +375,10 @@ def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:
     return min(plan.width, *(law.vocabulary for law in laws))
 
 
-def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
-    """The order of each group's tokens, before filters and masks."""
-    noise = [law.added_to(place) for law, place in zip(laws, plan.positions, strict=True)]
-    return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
-
-
 def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
-    """Sizes of a plan's groups, their depths, and the order of each group's candidates."""
-    orders = _orders(laws, plan)
+    """Sizes of a plan's groups, their depths, and the order of each group's candidates before filters."""
+    noise = [law.added_to(place) for law, place in zip(laws, plan.positions, strict=True)]
+    orders = Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
     return _masked_orders(orders, plan) if plan.masks else (plan.groups, plan.depths, orders)
 
 

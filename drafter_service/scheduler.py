@@ -354,7 +354,7 @@ class DraftScheduler:
         source, covers, before = session.slot, session.covers, session.base - 1 - session.covers
         if not can.levels or (begun and form is None):
             return None
-        if before and (not can.text_and_levels or 0 < can.longest_chain < before):
+        if 0 < can.longest_chain < before:
             return None
         if session.structured and (before or begun or session.masks(session.base - 1)[0] is not None):
             return None  # masks decide the tree's form
@@ -362,11 +362,9 @@ class DraftScheduler:
             self._own_slot(session)
         rows = levels_of(session, form or ROOT_ALONE, source)
         self._kind, self._planned, self._masks = "chain", [(session, range(covers, covers + rows.count))], ()
-        groups = [*[1] * before, *rows.counts]
-        first = covers + 1 + rows.depth + session.ahead
+        first, groups = covers + 1 + rows.depth + session.ahead, rows.groups
         guessed = range(first, first + len(groups))
-        width = max(CANDIDATES, draft_round.width)
-        return DraftPlan(rows, None, groups, [session.number] * len(groups), guessed, width)
+        return DraftPlan(rows, None, groups, [session.number] * len(groups), guessed, self._width())
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)

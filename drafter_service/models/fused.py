@@ -16,16 +16,15 @@ from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, Team, kernels, kind_number, scan_table
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders
 from tree_kernels.ranking.cpu import ranking_of
 from tree_kernels.tree_levels import LevelCalls
 from tree_layers.states import States
 
 from drafter_service.models.backbone import Backbone, Mixer
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
-from drafter_service.models.memory import RankedGuesses
 from drafter_service.models.states import SavedTexts, StateSlots
-from drafter_service.plan import NO_NODE, Chains, Level, Levels, TextFold
+from drafter_service.plan import NO_NODE, Chains, DraftOutcome, Level, Levels, TextFold
 
 CPU = torch.device("cpu")
 NONE = -1
@@ -206,59 +205,48 @@ class OneCallLevels(ABC):
         return self._forward(rows.tokens)
 
     def guesses(
-        self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> RankedGuesses:
-        levels, count = self._levels, rows.count
-        levels.reserve(count, width)
-        levels.tokens[:count] = rows.tokens
-        texts = rows.texts[0] if len(rows.texts) == 1 else rows.text_of_rows
-        self._enter(levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
-        return self._ranked([count], groups, depths, orders, width, count)
+        self, rows: Level | Levels, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> DraftOutcome:
+        ends, step = self._ends, self._ends.head.step
+        assert max(orders.vocabularies) <= ends.vocabulary, "the head has fewer tokens"
+        self._levels.reserve(rows.count, width)
+        self._levels.tokens[: len(rows.tokens)] = rows.tokens
+        counts, entries = self._set_levels(rows) if isinstance(rows, Levels) else self._set_level(rows)
+        self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
+        self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
+        return DraftOutcome(*self._levels.run(counts, groups, depths, orders, width, logits, step, entries))
 
-    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
+    def _set_level(self, rows: Level) -> tuple[Sequence[int], int]:
+        """Prepare `_levels` for a level. Returns the rows of each level, and the entries of the first one."""
+        count, texts = rows.count, rows.texts[0] if len(rows.texts) == 1 else rows.text_of_rows
+        self._enter(self._levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
+        return [count], count
+
+    def _set_levels(self, rows: Levels) -> tuple[Sequence[int], int]:
+        """Prepare `_levels` for levels of one tree. Returns what `_set_level` does."""
         levels, count, first = self._levels, rows.count, rows.text_rows
         nodes = count - first
         slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - nodes
         above = np.array(rows.nodes.above[before:], np.int64)
-        levels.reserve(count, width)
-        levels.tokens[: len(rows.tokens)] = rows.tokens
         levels.above[first:count], levels.ranks[first:count] = above + (first - before), rows.ranks
         places = np.array([place for each in rows.counts for place in range(each)], np.int64)
         parents = np.where(above < 0, NO_NODE, slots[above])
         self._enter(levels.table[:nodes], places, slots[before:], parents, rows.text)
         if first:
             self._enter_text(levels.table[0], rows)
-        counts, groups = [first + rows.counts[0], *rows.counts[1:]], [1] * first + [*rows.counts]
-        return self._ranked(counts, groups, depths, orders, width, rows.counts[0])
+        return [first + rows.counts[0], *rows.counts[1:]], rows.counts[0]
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> RankedGuesses:
+    ) -> DraftOutcome:
         (logits, words), head, rows = self._ends.scored(hidden), self._head, len(hidden)
-        if head is None:
-            return RankedGuesses(*ranked(logits, groups, orders, width), None)
         ranking = ranking_of(logits, groups, orders, width)
+        if head is None:
+            return DraftOutcome(*ranking.results(rows, width))
         head.reserve(rows, width)
         head.set(words.ctypes.data, ranking.words.ctypes.data, groups, depths)
         head.run()
-        return RankedGuesses(*ranking.results(rows, width), head.results(rows, width))
-
-    def _ranked(
-        self,
-        counts: Sequence[int],
-        groups: Sequence[int],
-        depths: Sequence[int],
-        orders: Orders,
-        width: int,
-        entries: int,
-    ) -> RankedGuesses:
-        """Run the levels that `_levels` was prepared for; returns their guesses. counts: rows of each level
-        entries: of the first level"""
-        ends, step = self._ends, self._ends.head.step
-        assert max(orders.vocabularies) <= ends.vocabulary, "the head has fewer tokens"
-        self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
-        self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
-        return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step, entries))
+        return DraftOutcome(*ranking.results(rows, width), head.results(rows, width))
 
     def _forward(self, tokens: Ints, rounds: bool = False) -> Tensor:
         """Hidden rows [rows, d] of the rows that the call's tables describe. rounds: the layers' products may round

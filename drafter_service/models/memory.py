@@ -6,23 +6,14 @@ A memory runs a plan's rows and folds nodes into texts. The content of a node sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from dendro.state import Arrays
 from torch import Tensor
-from tree_kernels.acceptance_head.cpu import Chances, HeadCalls
+from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.ranking import Orders
-from tree_kernels.ranking.cpu import Ids, Scores
 
-from drafter_service.plan import Chains, Level, Levels, TextFold
-
-
-class RankedGuesses(NamedTuple):
-    """The best tokens of rows, best first."""
-
-    ids: Ids  # [rows, width]
-    scores: Scores  # [rows, width] scores by which the tokens are ordered
-    chances: Chances | None  # [rows, width] log chances by the acceptance head; None without one
+from drafter_service.plan import Chains, DraftOutcome, Level, Levels, TextFold
 
 
 class DrafterMemory(Protocol):
@@ -73,12 +64,12 @@ class FusedMemory(DrafterMemory, Protocol):
     """A memory that ranks the tokens of one or more levels in the call that runs them."""
 
     def fold_first(self, folds: Sequence[TextFold]) -> None:
-        """Called instead of `fold` before `guesses` or `guesses_of_levels`, which then folds first, in the same
-        compiled call: each such call waits for the interpreter lock when it returns."""
+        """Called instead of `fold` before `guesses`, which then folds first, in the same compiled call: each such call
+        waits for the interpreter lock when it returns."""
         ...
 
     def fold_rest(self) -> None:
-        """Called after `guesses` or `guesses_of_levels`. Does the folds that are left because that call raised."""
+        """Called after `guesses`. Does the folds that are left because that call raised."""
         ...
 
     def use_head(self, head: HeadCalls) -> None:
@@ -86,25 +77,19 @@ class FusedMemory(DrafterMemory, Protocol):
         ...
 
     def guesses(
-        self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> RankedGuesses:
-        """Run a level and rank its tokens. Returns the `width` best of each row; writes the new nodes' slots.
+        self, rows: Level | Levels, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+    ) -> DraftOutcome:
+        """Run rows and rank their tokens. Returns the `width` best of each row; writes the new nodes' slots, and the
+        text's, if tokens before the root are among the rows.
 
         groups: numbers of adjacent rows whose tokens have the same order   depths, orders: one per group
-        """
-        ...
-
-    def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
-        """Run levels and rank their tokens, after those of the text before the root. Returns the `width` best of each
-        row; writes the new nodes' slots, and the text's.
-
-        depths, orders: one per token of the text, then one per level   width: more than any of `rows.ranks`
+        width: more than any of the ranks of `Levels`
         """
         ...
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
-    ) -> RankedGuesses:
+    ) -> DraftOutcome:
         """Rank the tokens of hidden rows [rows, d] of a chain. Returns the `width` best of each row.
 
         groups, depths, orders: as for `guesses`

@@ -25,6 +25,7 @@ from drafter_service import prepared
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.grow import growth_of
+from drafter_service.plan import OneForward
 from drafter_service.prepared import LONGEST_REST, MISSES, MOST, Outcome, Preparations, likely_outcomes
 from drafter_service.runner import DraftRunner
 from tests.support.opened_texts import OpenedText, drafter_of
@@ -210,9 +211,9 @@ async def test_whatever_happens_to_texts_in_little_memory_trees_and_memories_are
     """Texts go on by a prepared outcome or otherwise, before or after all is prepared; are drafted with another shape,
     cut, closed and abandoned. Two or four text slots are left by two texts at times, and node slots for few trees.
     Chains of up to `longest_chain` tokens end before their roots, as on a GPU."""
-    own = DraftRunner.one_forward
-    changed = {"longest_chain": longest_chain, "text_and_levels": not longest_chain}
-    monkeypatch.setattr(DraftRunner, "one_forward", lambda runner, session: own(runner, session)._replace(**changed))
+    if longest_chain:
+        changed = OneForward(levels=False, longest_chain=longest_chain)
+        monkeypatch.setattr(DraftRunner, "one_forward", lambda runner, session: changed)
     rng = random.Random(seed)
     family = rng.choice(FAMILIES)
     async with both_of(paths[family], max_sessions=2 + seed % 2, max_rows=8) as (ahead, plain, idle):

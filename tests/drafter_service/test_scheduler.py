@@ -39,9 +39,7 @@ def forwards(scheduler: DraftScheduler) -> list[DraftPlan]:
     return plans
 
 
-def scheduler_of(
-    clock: Clock = time.monotonic, *, runs_levels: bool = False, longest_chain: int = 0, joins_text: bool = False
-) -> DraftScheduler:
+def scheduler_of(clock: Clock = time.monotonic, *, runs_levels: bool = False, longest_chain: int = 0) -> DraftScheduler:
     slots = SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded)
     return DraftScheduler(
         "d",
@@ -49,7 +47,7 @@ def scheduler_of(
         SESSIONS,
         8,
         clock,
-        one_forward=lambda session: OneForward(runs_levels, longest_chain, joins_text),
+        one_forward=lambda session: OneForward(runs_levels, longest_chain),
     )
 
 
@@ -129,7 +127,7 @@ def test_a_session_alone_gets_all_levels_of_a_fixed_tree_in_one_forward_and_two_
 
 
 def test_the_rest_of_a_fixed_tree_is_one_forward_after_a_chain_to_its_root():
-    scheduler = scheduler_of(runs_levels=True)
+    scheduler = scheduler_of(runs_levels=True, longest_chain=1)
     session = opened(scheduler, 1)
     forwards(scheduler)
     update = TextUpdate.of(session.opening, Tokens((*PROMPT, 8, 9)), len(PROMPT))
@@ -139,20 +137,20 @@ def test_the_rest_of_a_fixed_tree_is_one_forward_after_a_chain_to_its_root():
     assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
 
 
-def test_a_chain_that_runs_as_levels_ends_before_its_root_and_the_whole_tree_is_the_next_forward():
+def test_a_chain_that_runs_as_levels_ends_before_its_root_which_is_the_next_level():
     found = []
     for longest_chain in (0, 1, 2):
-        scheduler = scheduler_of(runs_levels=True, longest_chain=longest_chain)
+        scheduler = scheduler_of(longest_chain=longest_chain)
         session = opened(scheduler, 1)
         forwards(scheduler)
         update = TextUpdate.of(session.opening, Tokens((*PROMPT, 8, 9)), len(PROMPT))
         scheduler.draft(Ticket(0.0), DraftCall(update, LevelShape((2, 1, 1))))
         plans = forwards(scheduler)
-        if longest_chain == 2:  # the prompt's last token and the first new one, then the root and all of its levels
-            assert [plan.groups for plan in plans] == [[1, 1], [1, 2, 2]]
+        if longest_chain == 2:  # the prompt's last token and the first new one, then the root
+            assert [plan.groups for plan in plans] == [[1, 1], [1], [2], [2]]
             assert plans[0].rows.tokens.tolist() == [[PROMPT[-1], 8]] and not len(plans[0].rows.roots)
         else:
-            assert [plan.groups for plan in plans] == [[1, 1, 1], [2, 2]]
+            assert [plan.groups for plan in plans] == [[1, 1, 1], [2], [2]]
         (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
         found.append((tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)))
     assert found[0] == found[1] == found[2]
@@ -161,8 +159,8 @@ def test_a_chain_that_runs_as_levels_ends_before_its_root_and_the_whole_tree_is_
 @pytest.mark.parametrize("shape", [LevelShape((2, 1, 1)), LevelShape((2,)), DynamicShape(2, 3, 7)])
 def test_tokens_that_a_memory_lacks_are_one_forward_with_the_root_and_all_levels_whose_form_is_known(shape):
     found = []
-    for joins_text in (False, True):
-        scheduler = scheduler_of(runs_levels=True, joins_text=joins_text)
+    for longest_chain in (1, 0):  # with 1, more tokens than that run in a chain of their own
+        scheduler = scheduler_of(runs_levels=True, longest_chain=longest_chain)
         session = opened(scheduler, 1)
         forwards(scheduler)
         text = Tokens(PROMPT)
@@ -170,7 +168,7 @@ def test_tokens_that_a_memory_lacks_are_one_forward_with_the_root_and_all_levels
             text.extend(more)
             scheduler.draft(Ticket(0.0), DraftCall(TextUpdate.of(session.opening, text, session.base), shape))
             planned = len(forwards(scheduler))
-            assert not joins_text or planned == (3 if isinstance(shape, DynamicShape) else 1)
+            assert longest_chain or planned == (3 if isinstance(shape, DynamicShape) else 1)
         trees = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
         found.append([(tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)) for tree in trees])
         assert session.covers == session.base - 1

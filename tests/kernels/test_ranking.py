@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tree_kernels.noise import gumbel_noise
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders, ranking_of
 from tree_kernels.warp import Warp, drafter_ranking
+
+
+def ranked(logits, groups, orders, width):
+    return ranking_of(logits, groups, orders, width).results(len(logits), width)
 
 
 @pytest.mark.parametrize("vocabulary, width", [(1, 1), (16, 16), (255, 8), (256, 8), (257, 8), (1000, 16), (4099, 8)])

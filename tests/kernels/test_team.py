@@ -59,7 +59,7 @@ def computed(model: FusedEnds, memory: FusedMemory) -> tuple[list[np.ndarray], i
     noise = list(gumbel_noise(5, range(1, 1 + len(FORM.counts)), known))
     orders = Orders([0.7] * len(noise), noise, [known] * len(noise))
     rows = Levels([7], 1, 1, 0, 0, Nodes(slots, FORM.above), FORM.counts, FORM.ranks)
-    ids, scores, _ = memory.guesses_of_levels(rows, range(len(FORM.counts)), orders, WIDTH)
+    ids, scores, _ = memory.guesses(rows, rows.groups, range(len(FORM.counts)), orders, WIDTH)
     joined += model.team.joined
     return [hidden.numpy(), ids, scores, model.logits(hidden).numpy()], joined
 

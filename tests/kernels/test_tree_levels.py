@@ -9,7 +9,7 @@ import pytest
 import torch
 from dendro.shapes import TreeShape
 from tree_kernels.noise import gumbel_noise
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders, ranking_of
 
 from drafter_service.grow import fixed_form
 from drafter_service.models import DrafterModel, load_model
@@ -45,7 +45,8 @@ def test_a_call_that_ranks_gives_the_guesses_of_the_forward_the_logits_and_the_r
     below = [Nodes([101, *slots[:70]], [-1] + [0] * 70), Nodes([102, *slots[70:]], [-1] + [0] * 30)]
     for level, groups in ((roots, [1, 1]), (Level(tokens, [70, 30], [0, 0], [0, 0], [1, 1], below), [70, 30])):
         ids, scores, _ = one.guesses(level, groups, level.depths, orders, WIDTH)
-        wanted_ids, wanted_scores = ranked(model.logits(other.level(level)), groups, orders, WIDTH)
+        ranking = ranking_of(model.logits(other.level(level)), groups, orders, WIDTH)
+        wanted_ids, wanted_scores = ranking.results(level.count, WIDTH)
         assert np.array_equal(ids, wanted_ids) and np.array_equal(scores, wanted_scores)
 
 
@@ -65,7 +66,7 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         wanted.append(memory.guesses(levels[-1], [count], [depth], every[depth], WIDTH))
         done += count
         rows = zip(form.above[done:], form.ranks[done:], strict=True)
-        ids = np.concatenate([each.ids for each in wanted])
+        ids = np.concatenate([each.candidates for each in wanted])
         tokens = [ids[above, rank] for above, rank in rows if done - count <= above < done]
     for first in (0, 1):
         again = memory if first else memory_of(model, 60)
@@ -73,8 +74,8 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         ranks = form.ranks[sum(form.counts[:first]) :]
         tokens = levels[first].tokens.tolist()
         rows = Levels(tokens, 0, 0, 0, first, Nodes(slots, form.above), form.counts[first:], ranks)
-        ids, scores, _ = again.guesses_of_levels(rows, range(first, len(form.counts)), orders, WIDTH)
-        assert np.array_equal(ids, np.concatenate([each.ids for each in wanted[first:]]))
+        ids, scores, _ = again.guesses(rows, rows.groups, range(first, len(form.counts)), orders, WIDTH)
+        assert np.array_equal(ids, np.concatenate([each.candidates for each in wanted[first:]]))
         assert np.array_equal(scores, np.concatenate([each.scores for each in wanted[first:]]))
 
 
@@ -110,21 +111,21 @@ def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_giv
     hidden = apart.chain(chain_of([*text, root], roots=[slots[0]])).flatten(0, 1)
     wanted = [apart.guesses_of_hidden(hidden, [1] * len(hidden), [0] * len(hidden), one_order(0, len(hidden)), WIDTH)]
     if len(form.counts) > 1:
-        child = [wanted[0].ids[-1][rank] for rank in form.ranks[1 : 1 + form.counts[1]]]
+        child = [wanted[0].candidates[-1][rank] for rank in form.ranks[1 : 1 + form.counts[1]]]
         below = Levels(child, 1, 1, 1 + length, 1, Nodes(slots, form.above), form.counts[1:], form.ranks[1:])
         later = one_order(len(hidden), len(form.counts) - 1)
-        wanted.append(apart.guesses_of_levels(below, range(1, len(form.counts)), later, WIDTH))
+        wanted.append(apart.guesses(below, below.groups, range(1, len(form.counts)), later, WIDTH))
     joined = begun()
     joined.fold_first([fold])
     every = Levels([*text, root], 1, 1, 1, 0, Nodes(slots, form.above), form.counts, form.ranks)
     depths = [0] * len(text) + list(range(len(form.counts)))
-    ids, scores, _ = joined.guesses_of_levels(every, depths, one_order(0, rows), WIDTH)
-    assert np.array_equal(ids, np.concatenate([each.ids for each in wanted]))
+    ids, scores, _ = joined.guesses(every, every.groups, depths, one_order(0, rows), WIDTH)
+    assert np.array_equal(ids, np.concatenate([each.candidates for each in wanted]))
     assert np.array_equal(scores, np.concatenate([each.scores for each in wanted]))
     saved = joined.save(1, 1 + length), apart.save(1, 1 + length)
     assert all(np.array_equal(ours, saved[1][name]) for name, ours in saved[0].items())
     again = joined.guesses(first, [1], [0], one_order(len(text)), WIDTH)  # no text goes before a later call's rows
-    assert np.array_equal(again.ids[0], ids[len(text)])
+    assert np.array_equal(again.candidates[0], ids[len(text)])
 
 
 def chain_of(tokens: list[int], roots: list[int]) -> Chains:

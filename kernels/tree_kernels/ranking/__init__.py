@@ -3,6 +3,6 @@
 `tree_kernels.warp.drafter_ranking` is the reference: the ids and the scores are the same, bit for bit.
 """
 
-from tree_kernels.ranking.cpu import Orders, ranked
+from tree_kernels.ranking.cpu import Orders, ranking_of
 
-__all__ = ["Orders", "ranked"]
+__all__ = ["Orders", "ranking_of"]

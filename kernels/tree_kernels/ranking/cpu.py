@@ -91,8 +91,3 @@ def ranking_of(logits: Tensor, groups: Sequence[int], orders: Orders, width: int
     made.words[shapes.ROWS] = rows
     ranking_kernels().functions["ranking"](made.words.ctypes.data)
     return made
-
-
-def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
-    """Ids and scores [rows, width] of each row's best tokens. Arguments and errors: see `ranking_of`"""
-    return ranking_of(logits, groups, orders, width).results(len(logits), width)
