@@ -16,6 +16,7 @@ from dendro.tree import IntArray
 from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
 from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
+from tree_layers.nodes import taps_of
 from tree_layers.step_buffers import StepBuffers
 
 from drafter_service.models.backbone import FOREIGN, Backbone
@@ -134,11 +135,9 @@ class Mamba2Layers:
         slots, above = np.full(size.rows, scratch), np.zeros((size.rows, size.above), np.int64)
         taps = np.zeros((size.rows, back + 1), np.int64)
         slots[: rows.count], above[: rows.count] = rows.slots, rows.ancestors(size.above)
-        near = rows.ancestors(back)
-        of_text = texts + 2 + back * text + np.arange(back) + (near != NO_NODE).sum(1)[:, None]
-        taps[: rows.count, :-1] = np.where(near == NO_NODE, of_text, count + near)
         taps[:, -1] = scratch + 1
-        taps[: rows.count, -1] = count + rows.slots
+        tails = np.full(rows.count, texts + 2 + back * text)
+        taps[: rows.count] = taps_of(count + rows.slots, tails, rows.ancestors(back), first=count)
         return {"slots": slots, "taps": taps, "above": above, "texts": np.array([texts + text])}
 
     def numbers(self, slots: Sequence[int], texts: Sequence[int], scratch: int) -> list[int]:

@@ -130,10 +130,8 @@ class NodeStates:
         return range(self.back * text, self.back * (text + 1))
 
     def taps(self, slots: Ints, texts: Ints, near: Ints) -> Ints:
-        """Taps [rows, W] of nodes. texts: slots of their texts   near [rows, W - 1]: their nearest ancestors, the
-        parent last; 0 where tokens of the text come before the root"""
-        of_text = texts[:, None] * self.back + np.arange(self.back) + (near != 0).sum(1)[:, None]
-        return np.concatenate([np.where(near == 0, of_text, self.first + near), self.first + slots[:, None]], 1)
+        """Taps [rows, W] of nodes (`taps_of`). texts: slots of their texts"""
+        return taps_of(self.first + slots, self.back * texts, near, self.first)
 
     def slots(self, slots: Ints) -> tuple[Slots, Slots]:
         """Node slots to write to, and their slots among the raw inputs."""
@@ -155,3 +153,19 @@ class NodeStates:
         left, driven = mamba2_drive(x, dt, factors)
         for layer, states in enumerate(self.texts.recurrent):
             mamba2_fold(states, folds.source, folds.target, left[layer], driven[layer], B[layer])
+
+
+def taps_of(own: Ints, tails: Ints, near: Ints, first: int) -> Ints:
+    """Slots [rows, W] of the last W raw inputs of nodes.
+
+    own [rows]: slots of their own inputs   tails [rows]: first slots of their texts' last W - 1 inputs
+    near [rows, W - 1]: node slots of their nearest ancestors, the parent last; 0 where tokens of the text come before
+    the root   first: slot of node slot 0 among the raw inputs
+
+    The inputs of a root's child, in node slot 7: the text's last two of three, the root's in node slot 6, its own:
+
+    >>> taps_of(np.array([107]), np.array([30]), np.array([[0, 0, 6]]), first=100).tolist()
+    [[31, 32, 106, 107]]
+    """
+    of_text = tails[:, None] + np.arange(near.shape[1]) + (near != 0).sum(1)[:, None]
+    return np.concatenate([np.where(near == 0, of_text, first + near), own[:, None]], 1)

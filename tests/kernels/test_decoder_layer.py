@@ -7,7 +7,7 @@ import torch
 from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, reference, why_not_compiled
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.processor import has_dots
-from tree_kernels.row_functions import gated_silu, rms_norm
+from tree_kernels.row_functions import CompiledNorm, gated_silu
 from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
 from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step, layout_for
 
@@ -65,11 +65,11 @@ def single_calls(its, x, pool, step, rotation):
     def heads(rows, dim):
         return rows.view(len(x), -1, dim).transpose(0, 1)
 
-    normed = rms_norm(x, its.norms[0], its.eps[0])
+    normed = CompiledNorm(its.norms[0], its.eps[0])(x)
     parts = heads(its.query(normed), 16), heads(its.key(normed), 16), heads(its.value(normed), 24)
     rest = its.layout, its.scaling, its.window, its.softcap, its.sinks, rotation
     middle = x + its.output(attend_compiled(*parts, pool, step, *rest).flatten(1))
-    normed = rms_norm(middle, its.norms[1], its.eps[1])
+    normed = CompiledNorm(its.norms[1], its.eps[1])(middle)
     return middle + its.down(gated_silu(its.gate(normed), its.up(normed)))
 
 

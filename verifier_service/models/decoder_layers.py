@@ -327,12 +327,12 @@ class CompiledStack(DecoderStack):
 
 
 def use_decoder_stack(
-    model: PreTrainedModel, layers: Sequence[Any], positions: int, made: Callable[[StackParts], Stack]
+    model: PreTrainedModel, layers: Sequence[Any], positions: int, make: Callable[[StackParts], Stack]
 ) -> Stack | None:
     """Replace the forward of the model below the head by a stack, if nothing but the stack's parts is computed there.
     Returns the stack; None if something else is.
 
-    layers: all layers, in order, with our forwards   made: makes the stack of these parts of the model
+    layers: all layers, in order, with our forwards   make: makes the stack of these parts of the model
     """
     with noted(model.modules()) as calls, recording(model, positions):
         pass
@@ -340,7 +340,7 @@ def use_decoder_stack(
     parts = inner and _parts_of(inner, calls, layers)
     if not inner or not parts:
         return None
-    stack = made(parts)
+    stack = make(parts)
     module: Any = inner.module
     library = module.forward
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}

@@ -1,5 +1,5 @@
 """RMS norms and gated activations of rows, each in one call: torch takes seven and two."""
 
-from tree_kernels.row_functions.cpu import CompiledNorm, gated_silu, rms_norm, why_not_compiled
+from tree_kernels.row_functions.cpu import CompiledNorm, gated_silu, why_not_compiled
 
-__all__ = ["CompiledNorm", "gated_silu", "rms_norm", "why_not_compiled"]
+__all__ = ["CompiledNorm", "gated_silu", "why_not_compiled"]

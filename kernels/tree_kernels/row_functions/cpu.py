@@ -61,11 +61,6 @@ class CompiledNorm:
         return made
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of rows x [..., D] (`CompiledNorm`)."""
-    return CompiledNorm(weight, eps)(x)
-
-
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, for gate and up [..., D] of one dtype: bfloat16, float16 or float32. Raises ValueError for
     others."""
