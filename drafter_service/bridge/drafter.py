@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
 from dendro.clock import Clock
-from dendro.errors import BadRequest, DendroError, NotFound
+from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
 from dendro.measured import StepTotals, microseconds
 from dendro.tasks import off_loop
 from dendro.tree import DraftTree
@@ -56,6 +57,13 @@ class _BridgedText:
         self.translation.unchanged = len(tokens)
         kept = (length for length, digest in found if length <= len(tokens) and tokens.digest(length) == digest)
         return TextUpdate.of(update.opening, tokens, 0), tuple(dict.fromkeys(kept))
+
+
+def _outcome_of(drafting: Future[DraftTree]) -> DraftTree | BaseException:
+    """The tree of a draft that has ended, or the exception in its place."""
+    if drafting.cancelled():  # the event loop of the text ends
+        return PeerLost("drafter: a draft was cancelled")
+    return drafting.exception() or drafting.result()
 
 
 def _check_base(update: TextUpdate) -> None:
@@ -156,7 +164,7 @@ class BridgedDrafter:
             self.engine.draft_for(call, deliver)
             return
         drafting = asyncio.run_coroutine_threadsafe(self.draft(call), text.loop)
-        drafting.add_done_callback(lambda done: deliver(done.exception() or done.result()))
+        drafting.add_done_callback(lambda done: deliver(_outcome_of(done)))
 
     async def close(self, call: CloseCall) -> Closed:
         """Close an opening at the engine (`DrafterEngine.close`). It ends there even if the call has another text."""

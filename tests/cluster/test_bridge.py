@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
-from dendro.errors import BadRequest, NotFound
+from dendro.errors import BadRequest, NotFound, PeerLost
 from dendro.shapes import TreeShape
 from dendro.speculation import Speculation
 from dendro.state import MemoryStates
@@ -178,6 +179,25 @@ async def test_a_structure_is_followed_without_a_bridge_and_not_through_one(mode
         assert trees[0] == trees[1] and 2 <= len(trees[2]) <= 4
         for text in (plain, through, own):
             await text.close()
+
+
+async def test_a_verifiers_draft_that_is_cancelled_is_a_lost_one(models, monkeypatch):
+    engine, tokenizer = loaded(models, "bpe", "string")
+
+    async def never(*given: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with started(engine):
+        text, delivered, before = BridgedText(engine, [5, 6, 7], tokenizer), [], asyncio.all_tasks()
+        await text.open()
+        monkeypatch.setattr(engine.engine, "draft", never)
+        engine.draft_for(DraftCall(text.update(), TreeShape.parse("(1)")), delivered.append)
+        await until(lambda: asyncio.all_tasks() - before)
+        (drafting,) = asyncio.all_tasks() - before
+        drafting.cancel()
+        await until(lambda: delivered)
+        assert isinstance(delivered[0], PeerLost)
+        await text.close()
 
 
 @pytest.mark.parametrize("bridge", ["string", "intersection"])
