@@ -42,7 +42,6 @@ from dendro.structure import Structure
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels import ARITHMETIC
-from tree_kernels.products import library_digest
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_attention.splits import first_positions
 from tree_layers.launching import device_fault
@@ -51,7 +50,6 @@ from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages, working_bytes
 from verifier_service.models import LoadedTarget, load_target
-from verifier_service.models.gpu_products import accelerator_digest
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.requests import Call, Capacity, OrderedRound, PendingCall, Saved, VerifierText
@@ -212,7 +210,8 @@ class VerifierEngine:
             timed = runner.timed_steps()
             log.info("verifier %s: microseconds of steps by rows: %s", options.name, dict(timed))
             undo.pop_all()
-        hello = _hello_of(options, target, "margin" if differ else "bitwise", capacity.sizes)
+        others = [report.arithmetic for report in reports]
+        hello = _hello_of(options, target, "margin" if differ else "bitwise", capacity.sizes, others)
         hello = replace(hello, timed_steps=timed)
         shelf = None
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
@@ -472,20 +471,23 @@ def _working_bytes(options: VerifierOptions, target: LoadedTarget) -> int:
     return working_bytes(target.vocabulary, buckets_up_to(options.prefill_chunk)[-1], splits, widest)
 
 
-def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, step_sizes: tuple[int, ...]) -> Hello:
+def _hello_of(
+    options: VerifierOptions,
+    target: LoadedTarget,
+    exactness: str,
+    step_sizes: tuple[int, ...],
+    others: Sequence[str] = (),
+) -> Hello:
+    """others: `LoadedTarget.arithmetic` of the other workers of a sharded target, in the order of ranks"""
+    arithmetic = target.arithmetic
+    if any(each != arithmetic for each in others):  # a row's bits depend on the arithmetic of each worker
+        arithmetic = ",".join([arithmetic, *others])
     # Sums of shards round differently: texts move only between replicas of one degree.
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
-    own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
-    kind = target.model.device.type
-    on = "" if kind == "cpu" else f"-{kind}-{accelerator_digest(target.model.device)}"  # sums differ by GPU
-    arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
-    library = ""  # MKL and torch choose instructions by the processor
-    if kind == "cpu":  # a forward by parts has only cosines and sines from torch, others also scans, norms or routers
-        library = f"-{library_digest() if target.direct is None else target.direct.rotation_digest}"
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + arithmetic + own + on + degree + library,
+        fingerprint=f"{target.fingerprint}-arithmetic{ARITHMETIC}-{arithmetic}{degree}",
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

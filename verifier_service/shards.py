@@ -103,6 +103,7 @@ class Loaded:
     token_bytes: int = 0
     free_bytes: int = 0
     dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
+    arithmetic: str = ""  # `LoadedTarget.arithmetic` of the shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,8 @@ def load_shard(
     """
     device = torch.device(shard.device)
     if device.type == "cuda":
-        device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
+        # Ranks count on from one machine to the next; a worker may see all devices of its machine, or its own alone.
+        device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
         os.environ["LOCAL_RANK"] = str(device.index)  # read by transformers
     elif torch.cuda.is_available():
         return None, Loaded("shards on CPUs need an empty CUDA_VISIBLE_DEVICES")
@@ -280,7 +282,8 @@ def load_shard(
         target = load_target(
             shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group, shard.tokenizer
         )
-        return target, Loaded("", False, target.token_bytes, free_bytes(device), target.linear.failed)
+        free = free_bytes(device)
+        return target, Loaded("", False, target.token_bytes, free, target.linear.failed, target.arithmetic)
     except BadRequest as error:
         return None, Loaded(str(error).removeprefix("checkpoint: "))
     except (WorkerLost, dist.DistError):

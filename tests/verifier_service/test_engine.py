@@ -570,7 +570,7 @@ def test_fingerprints_tell_the_librarys_arithmetic_unless_all_parts_are_our_own(
     assert target.direct is not None
     target = target if by_parts else replace(target, direct=None)
     here = _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint
-    monkeypatch.setattr("verifier_service.engine.library_digest", lambda: "elsewhere")
+    monkeypatch.setattr("verifier_service.models.library_digest", lambda: "elsewhere")
     assert (_hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint == here) is by_parts
 
 
@@ -580,6 +580,14 @@ def test_fingerprints_tell_the_cosines_of_rotary_embeddings(loaded, monkeypatch)
     here = _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint
     monkeypatch.setattr(target.direct, "rotation_digest", "elsewhere")
     assert _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint != here
+
+
+def test_the_fingerprint_of_a_sharded_target_tells_the_arithmetic_of_every_worker(loaded):
+    target, options = loaded().runner.target, VerifierOptions(name="t", tensor_parallel=3)
+    own, here = target.arithmetic, _hello_of(options, target, "bitwise", ()).fingerprint
+    others = [[own, own], ["elsewhere", own], [own, "elsewhere"]]
+    found = [_hello_of(options, target, "bitwise", (), each).fingerprint for each in others]
+    assert found[0] == here and len(set(found)) == 3
 
 
 def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):

@@ -63,7 +63,7 @@ async def test_the_fingerprint_of_a_target_with_mixers_tells_the_librarys_arithm
     folder = models("mamba2")[0]
     here, again = [(await engine_of(folder).hello()).fingerprint for _ in range(2)]
     assert here == again and here.endswith(f"-{library_digest()}")
-    monkeypatch.setattr("verifier_service.engine.library_digest", lambda: "elsewhere")
+    monkeypatch.setattr("verifier_service.models.library_digest", lambda: "elsewhere")
     assert (await engine_of(folder).hello()).fingerprint != here
 
 

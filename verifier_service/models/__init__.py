@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
 from tree_kernels.matmul import PackedWeight
+from tree_kernels.products import library_digest
 from tree_kernels.tree_attention import Layout, compiled
 from tree_layers.awq_settings import AWQ
 from tree_layers.checkpoint import (
@@ -59,7 +60,7 @@ from verifier_service.models.families import (
     why_not_loaded,
     why_not_read,
 )
-from verifier_service.models.gpu_products import settle_products
+from verifier_service.models.gpu_products import accelerator_digest, settle_products
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
 from verifier_service.models.joined_products import join_weights
@@ -96,6 +97,18 @@ class LoadedTarget:
     head: Head
     last_layer: LastLayer | None  # runs the last layer on wanted rows alone; None: it always runs on all rows
     direct: DirectForward | None  # runs the parts without the library's code around them; None: not possible
+
+    @property
+    def arithmetic(self) -> str:
+        """What a row's bits depend on beside the model, in words: the forms of the products, and a digest of what the
+        libraries compute on this processor or accelerator."""
+        forms, device = "+".join(sorted(self.linear.forms)), self.model.device
+        own = "-own" if self.own_arithmetic else ""  # our kernels and the library round differently
+        if device.type != "cpu":  # sums differ by GPU
+            return f"{forms}{own}-{device.type}-{accelerator_digest(device)}"
+        # MKL and torch choose instructions by the processor. A forward by parts has only cosines and sines from torch,
+        # others also scans, norms or routers.
+        return f"{forms}{own}-{library_digest() if self.direct is None else self.direct.rotation_digest}"
 
     @property
     def quantised(self) -> str:
