@@ -51,11 +51,11 @@ class OrderedRounds:
         `drafted` takes later"""
         self._ask_drafter = ask_drafter
 
-    def place(self, session: VerifierText, opening: bytes, order: Order) -> None:
+    def place(self, session: VerifierText, order: Order) -> None:
         """Ask the order's drafter for the tree of the text's next round."""
         text, last = session.text.tokens, session.latest
         self.drop(session)
-        session.ordered = session.latest = wanted = OrderedRound(session, order, opening, self._clock(), len(text) + 1)
+        session.ordered = session.latest = wanted = OrderedRound(session, order, self._clock(), len(text) + 1)
         if last is not None:
             wanted.follow(last)
         self.awaited.append(wanted)
@@ -110,7 +110,7 @@ class OrderedRounds:
         if session.answered is not None:
             session.away_s, session.answered = smoothed(session.away_s, came_s - session.answered), None
         if (ask := wanted.claim) is None:
-            update = TextUpdate.of(wanted.opening, text, len(text))
+            update = TextUpdate.of(session.name, text, len(text))
             ask = PendingCall(VerifyCall(update, tree, ordered=True), Ticket(came_s))
         assert isinstance(ask.call, VerifyCall)
         ask.ticket.arrived_s = max(ask.ticket.arrived_s, came_s)

@@ -148,7 +148,6 @@ class OrderedRound:
 
     session: VerifierText
     order: Order
-    opening: bytes  # name of the opening at this verifier
     began_s: float  # time at which the drafter was asked
     first: int  # least length of a text whose prepared tree is kept
     claim: PendingCall | None = None  # the router's call for the round, if it came before the tree
@@ -182,7 +181,8 @@ class OrderedRound:
 class VerifierText:
     """One opening of a text."""
 
-    number: int  # the session's number at the runner
+    number: int  # number of texts opened before it, and 1
+    name: bytes  # name of the opening
     parameters: RequestParameters
     warp: Warp
     text: PeerText
@@ -220,6 +220,7 @@ class VerifierText:
             history.follow(text.ids, 0)
         return cls(
             number,
+            call.update.opening,
             parameters,
             warp,
             text,
@@ -395,14 +396,9 @@ def next_in_turn(waiting: Sequence[VerifierText], admitted: Mapping[str, int]) -
     return min(waiting, key=lambda session: admitted[session.parameters.tenant])  # min takes the first of equal ones
 
 
-def displaced_by(tenant: str, sessions: Mapping[bytes, VerifierText]) -> bytes | None:
-    """The opening that leaves if all places are taken and `tenant` opens one more text: the youngest waiting text of
-    the tenant with the most texts. None if that would not make the shares more equal. sessions: oldest first"""
-    texts = texts_by_tenant(tuple(sessions.values()))
-    waiting = [
-        (texts[session.parameters.tenant], session.number, opening)
-        for opening, session in sessions.items()
-        if not session.admitted
-    ]
-    most, _, opening = max(waiting, default=(0, 0, b""))
-    return opening if most > texts[tenant] + 1 else None
+def displaced_by(tenant: str, sessions: Sequence[VerifierText]) -> VerifierText | None:
+    """The text that leaves if all places are taken and `tenant` opens one more text: the youngest waiting text of the
+    tenant with the most texts. None if that would not make the shares more equal."""
+    texts = texts_by_tenant(sessions)
+    larger = [each for each in sessions if not each.admitted and texts[each.parameters.tenant] > texts[tenant] + 1]
+    return max(larger, key=lambda each: (texts[each.parameters.tenant], each.number), default=None)

@@ -88,7 +88,7 @@ class StepScheduler:
             return
         error = guarded(partial(self._take, ask))
         if isinstance(error, EngineFailed):
-            self._free(ask.call.update.opening, error)
+            self.gone(ask.call.update.opening, error)
         if error is not None:
             ask.ticket.settle(error)
 
@@ -128,7 +128,7 @@ class StepScheduler:
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if isinstance(scores, DendroError):
-                self._end(session, scores)
+                self._free(session, scores)
                 if share.ask is not None:
                     next(walks)
                 continue
@@ -141,7 +141,7 @@ class StepScheduler:
                 elif isinstance(verdict, BadRequest):  # no token continues its text, or its answer's structure
                     self._refuse(session, share.ask, verdict)
                 elif isinstance(verdict, DendroError):
-                    self._end(session, verdict)
+                    self._free(session, verdict)
                     continue
                 else:
                     path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
@@ -161,12 +161,6 @@ class StepScheduler:
             else:
                 self._answer(session, ask, verdict)
 
-    def _end(self, session: VerifierText, error: DendroError) -> None:
-        """End a text with an error; the other texts of its step go on."""
-        for opening, each in list(self.sessions.items()):
-            if each is session:
-                self._free(opening, error)
-
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
         self.counters.structures_stuck += error.field == "structure"
         session.drop(ask)  # nobody waits for a round begun ahead: the round's call will run, and be refused
@@ -181,15 +175,15 @@ class StepScheduler:
         if not ended and (order is not None or ask.call.ahead):
             session.text.tokens.extend(verdict.tokens)
         if not ended and order is not None:  # The drafter is asked before the router is answered: the next round waits.
-            self.orders.place(session, ask.call.update.opening, order)
+            self.orders.place(session, order)
         ask.ticket.settle(verdict)
         if not ended and ask.call.ahead:
-            self._begin_ahead(session, ask.call.update.opening)
+            self._begin_ahead(session)
 
-    def _begin_ahead(self, session: VerifierText, opening: bytes) -> None:
+    def _begin_ahead(self, session: VerifierText) -> None:
         """Queue a round of the text's root alone, whose call is expected."""
         text = session.text.tokens
-        call = VerifyCall(TextUpdate.of(opening, text, len(text)), DraftTree.root_only(text.ids[-1]))
+        call = VerifyCall(TextUpdate.of(session.name, text, len(text)), DraftTree.root_only(text.ids[-1]))
         session.ahead = PendingCall(call, Ticket(self.clock()))
         session.asks.append(session.ahead)
         self.counters.ahead += 1
@@ -229,7 +223,7 @@ class StepScheduler:
     def fail(self, error: BaseException) -> None:
         """End the texts of the last plan with EngineFailed, because its forward failed; the others go on."""
         for share in self._running:
-            self._end(share.session, EngineFailed(f"verifier: {described(error)}"))
+            self._free(share.session, EngineFailed(f"verifier: {described(error)}"))
         self._running = []
 
     def give_up(self, reason: DendroError) -> None:
@@ -238,8 +232,8 @@ class StepScheduler:
             ask.ticket.settle(reason)
         self._leaving.clear()
         self._restoring.clear()
-        for opening in list(self.sessions):
-            self._free(opening, reason)
+        for session in list(self.sessions.values()):
+            self._free(session, reason)
 
     # Handling a call
 
@@ -254,7 +248,7 @@ class StepScheduler:
         if isinstance(call, CloseCall):
             if self.capacity.saves and not ask.ticket.cancelled and self._leave(session, ask, call):
                 return
-            self._free(call.update.opening)
+            self._free(session)
             ask.ticket.settle(Closed(saved=0))  # attention keys are never saved
             return
         if session.leaving:
@@ -272,21 +266,21 @@ class StepScheduler:
         capacity.check_opening(update, call.parameters)
         text = PeerText()
         text.follow(update)
-        self._free(update.opening)
+        self.gone(update.opening)
         if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
             self._make_room(call.parameters.tenant)
         self._numbers += 1
         session = VerifierText.opened(self._numbers, ask, call, text, capacity)
         self.sessions[update.opening] = session
         if call.ahead:
-            self._begin_ahead(session, update.opening)
+            self._begin_ahead(session)
 
     def _make_room(self, tenant: str) -> None:
         """End a waiting text, so that the tenant can open one more (`displaced_by`). Raises Overloaded if none ends."""
         self.counters.refused += 1
         places, waiting = self.capacity.max_sessions, len(self.sessions) - self.capacity.max_sessions
         full = Overloaded(f"sessions: {places} texts are open and {waiting} wait, the most allowed")
-        leaves = displaced_by(tenant, self.sessions)
+        leaves = displaced_by(tenant, tuple(self.sessions.values()))
         if leaves is None:
             raise full
         self._free(leaves, full)
@@ -312,9 +306,11 @@ class StepScheduler:
         """The next closed text whose memory is to be saved. Unless preempted, it keeps its memory until `gone`."""
         return self._leaving.popleft() if self._leaving else None
 
-    def gone(self, opening: bytes) -> None:
-        """Release a text, because its memory was copied or the caller of its opening has gone."""
-        self._free(opening)
+    def gone(self, opening: bytes, error: DendroError | None = None) -> None:
+        """End a text if it is open: its memory was copied, the caller of its opening has gone, or it is opened
+        again."""
+        if (session := self.sessions.get(opening)) is not None:
+            self._free(session, error)
 
     def take_restoring(self) -> list[tuple[VerifierText, Saved]]:
         """Saved memories to restore before `next` packs a step. The caller calls `restored` for each of them."""
@@ -376,11 +372,9 @@ class StepScheduler:
             echoed = NOT_ECHOED if first is None else EchoedLogprobs.of([found[each] for each in range(first, length)])
             ask.ticket.settle(Opened(session.restored, processed, waited, echoed))
 
-    def _free(self, opening: bytes, error: DendroError | None = None) -> None:
-        """End an opening, if it exists, and release its pages."""
-        session = self.sessions.pop(opening, None)
-        if session is None:
-            return
+    def _free(self, session: VerifierText, error: DendroError | None = None) -> None:
+        """End a text, whose calls fail with an error, and release its pages. The other texts of its step go on."""
+        del self.sessions[session.name]
         self.memory.release(session.memory)
         if session.structure is not None:
             self.counters.structures += 1
