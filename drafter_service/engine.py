@@ -9,8 +9,8 @@ import logging
 import os
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
 from dendro.measured import StepTotals, microseconds, totals_by_size
 from dendro.shapes import MAX_ROWS
-from dendro.state import Arrays, Shelf, StateStore
+from dendro.state import ClosedMemory, Shelf, StateStore
 from dendro.tree import DraftTree, IntArray
 from tree_layers.launching import device_fault
 from tree_layers.states import SlotPool
@@ -34,12 +34,12 @@ from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.options import DrafterOptions
-from drafter_service.plan import DraftPlan, DraftStep
+from drafter_service.plan import DraftPlan
 from drafter_service.prepared import PreparedCounters
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.structures import DraftStructures
-from drafter_service.texts import Answer, MemoryComplete, Prefilled
+from drafter_service.texts import Answer, MemoryComplete
 
 log = logging.getLogger("dendro.drafter")
 
@@ -48,14 +48,6 @@ MOST_FORKED = 16 << 20
 and a call that arrives meanwhile waits some 2 ms."""
 TREES = 8
 """Number of full trees for which there are node slots, kept trees of idle sessions included."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A copy of a closed session's memory."""
-
-    ready: MemoryComplete
-    arrays: Arrays
 
 
 STEP_SIZES = tuple(1 << power for power in range(13))
@@ -264,9 +256,9 @@ class DrafterEngine:
                     log_failure(log, error, "a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
 
-        ready = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
-        assert isinstance(ready, Prefilled)
-        return Opened(ready.restored, ready.processed, microseconds(self._clock() - arrived_s))
+        opened = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
+        assert isinstance(opened, Opened)
+        return replace(opened, open_us=microseconds(self._clock() - arrived_s))
 
     async def draft(self, call: DraftCall, ahead: int = 0) -> DraftTree:
         """Draft a full tree of the call's shape. An unfinished earlier call of the opening is answered with its root
@@ -311,20 +303,9 @@ class DrafterEngine:
             self.forget(call.update.opening)
             return Closed(0)
         self._check(call.update)
-
-        def work(ticket: Ticket) -> None:
-            try:
-                self._scheduler.close(ticket, call)
-            except DendroError:  # the call has another text; the opening ends all the same
-                self._scheduler.forget(call.update.opening)
-                raise
-
-        saved = await self._thread.ask(work)
-        assert isinstance(saved, _Saved)
-        ids = saved.ready.ids
-        if not ids:
-            return Closed(0)
-        return Closed(await self._shelf.put(saved.ready.tenant, ids, saved.ready.digest, saved.arrays))
+        closed = await self._thread.ask(lambda ticket: self._scheduler.close(ticket, call))
+        assert isinstance(closed, Closed | ClosedMemory)
+        return closed if isinstance(closed, Closed) else Closed(await self._shelf.put(closed))
 
     def forget(self, opening: bytes) -> None:
         """End an opening without an answer, if it is open; nothing is saved."""
@@ -344,10 +325,11 @@ class DrafterEngine:
         """Run one step: folds, one forward, the answers; a row of noise while idle, then levels of trees that may be
         asked for next. Returns how many seconds to wait for a call, None: until one comes."""
         step = self._scheduler.next()
-        if self._folded(step):
+        fold = partial(self._runner.fold, step.folds, step.plan)
+        if not step.folds or self._succeeds("fold", fold, self._scheduler.fail_folds):
             self._send_answers()  # the forward may be of a tree that nobody waits for
             if step.plan is not None:
-                self._forward(step.plan)
+                self._succeeds("forward", partial(self._forward, step.plan), self._scheduler.fail)
         self._send_answers()
         self._scheduler.calibrations.learn()
         for session, positions in self._scheduler.noise_wanted.items():
@@ -362,28 +344,21 @@ class DrafterEngine:
         self._scheduler = self._fresh()
         self._runner.forget_all()
 
-    def _folded(self, step: DraftStep) -> bool:
-        """Run the folds of a step. False if they raise, which ends the step's texts."""
+    def _succeeds(self, part: str, work: Callable[[], None], fail: Callable[[str], None]) -> bool:
+        """Run a part of a step. False if it raises, which ends the step's texts by `fail`."""
         try:
-            if step.folds:
-                self._runner.fold(step.folds, step.plan)
+            work()
         except BaseException as error:  # a panic of a native library is no Exception
-            log_failure(log, error, "a fold of the drafter failed")
+            log_failure(log, error, "a %s of the drafter failed", part)
             if not self._thread.lose_if_broken():
-                self._scheduler.fail_folds(f"drafter: {described(error)}")
+                fail(f"drafter: {described(error)}")
             return False
         return True
 
     def _forward(self, plan: DraftPlan) -> None:
         prepared = self._scheduler.planned_prepared if self._options.draft_ahead else None
         began_s = self._clock()
-        try:
-            self._scheduler.apply(self._runner.run(plan))
-        except BaseException as error:  # a panic of a native library is no Exception
-            log_failure(log, error, "a forward of the drafter failed")
-            if not self._thread.lose_if_broken():
-                self._scheduler.fail(f"drafter: {described(error)}")
-            return
+        self._scheduler.apply(self._runner.run(plan))
         rows, took_us = plan.rows.count, microseconds(self._clock() - began_s)
         self.counters.forwards += 1
         self.counters.forward_us += took_us
@@ -397,7 +372,7 @@ class DrafterEngine:
         """Send the scheduler's answers. A closing session's memory is copied before its slot is freed."""
         scheduler = self._scheduler
         for ticket, answer in scheduler.answers:
-            value: Answer | _Saved = answer
+            value: Answer | Closed | ClosedMemory = answer
             if isinstance(answer, MemoryComplete):
                 value = self._copied(answer)
                 scheduler.forget(answer.opening)
@@ -408,10 +383,13 @@ class DrafterEngine:
             self._runner.forget(session)
         scheduler.closed.clear()
 
-    def _copied(self, ready: MemoryComplete) -> _Saved | EngineFailed:
+    def _copied(self, ready: MemoryComplete) -> ClosedMemory | Closed | EngineFailed:
         """A copy of a closing session's memory, or the error of its close."""
+        if not ready.ids:
+            return Closed(0)
         try:
-            return _Saved(ready, self._runner.memory.save(ready.slot, len(ready.ids)) if ready.ids else {})
+            arrays = self._runner.memory.save(ready.slot, len(ready.ids))
+            return ClosedMemory(ready.tenant, ready.ids, ready.digest, arrays)
         except BaseException as error:  # a panic of a native library is no Exception
             log_failure(log, error, "the memory of a closed text could not be copied")
             return EngineFailed(f"drafter: {described(error)}")

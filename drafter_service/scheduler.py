@@ -21,10 +21,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
+from dendro.calls import CloseCall, DraftCall, OpenCall, Opened, TextUpdate
 from dendro.clock import Clock
 from dendro.engine import Ticket
-from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
+from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
 from dendro.grammars import Bits
 from dendro.measured import microseconds
@@ -43,7 +43,6 @@ from drafter_service.texts import (
     DrafterText,
     DraftRound,
     MemoryComplete,
-    Prefilled,
     TextMasks,
     check_tokens,
     level_of,
@@ -175,8 +174,13 @@ class DraftScheduler:
         session.round = DraftRound(ticket, *given, draws=draws)
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:
-        """End a session once its memory has consumed the text up to its root."""
-        session = self._follow(call.update)
+        """End a session once its memory has consumed the text up to its root; at once if the call has another text.
+        Raises NotFound and BadRequest."""
+        try:
+            session = self._follow(call.update)
+        except DendroError:
+            self.forget(call.update.opening)
+            raise
         if session.round is not None:
             self._stop_round(session, session.round)
         if session in self._prepared:
@@ -629,7 +633,7 @@ class DraftScheduler:
             if session.opened is not None:
                 (ticket, restored), session.opened = session.opened, None
                 session.first_slot, session.first_covers = session.slot, session.covers
-                self.answers.append((ticket, Prefilled(restored, session.covers - restored)))
+                self.answers.append((ticket, Opened(restored, session.covers - restored, open_us=0)))
             if session.closing is not None:
                 text = session.text.tokens
                 ids = tuple(text.ids[: session.covers])

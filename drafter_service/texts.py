@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from dendro.calls import DraftCall, PeerText, PreparedTree, RequestParameters, TextUpdate
+from dendro.calls import DraftCall, Opened, PeerText, PreparedTree, RequestParameters, TextUpdate
 from dendro.clock import Clock
 from dendro.daemon_threads import MaskThreads
 from dendro.engine import Ticket
@@ -42,15 +42,7 @@ class MemoryComplete:
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Says that a text is open and prefilled."""
-
-    restored: int  # tokens that a saved state covered
-    processed: int  # tokens that went through the model
-
-
-Answer = DraftTree | PreparedTree | Prefilled | MemoryComplete | Exception
+Answer = DraftTree | PreparedTree | Opened | MemoryComplete | Exception
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,7 @@ from dendro.failures import described, log_failure
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.measured import StepTotals
-from dendro.state import Arrays, NoStates, Shelf, StateStore
+from dendro.state import ClosedMemory, NoStates, Shelf, StateStore
 from dendro.structure import Structure
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -61,16 +61,6 @@ from verifier_service.walk import MasksPending
 from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A copy of a closed text's memory; without arrays if it could not be copied."""
-
-    tenant: str
-    ids: Sequence[int]
-    digest: int
-    arrays: Arrays
 
 
 class VerifierEngine:
@@ -262,12 +252,12 @@ class VerifierEngine:
     async def close(self, call: CloseCall) -> Closed:
         """End an opening. A state-space target's memory of the text is saved first, unless the call is cancelled;
         attention keys are never saved."""
-        left = await self._ask(call)
-        if isinstance(left, Closed):
-            return left
-        assert isinstance(left, _Left) and self._shelf is not None
+        closed = await self._ask(call)
+        if isinstance(closed, Closed):
+            return closed
+        assert isinstance(closed, ClosedMemory) and self._shelf is not None
         try:
-            return Closed(await self._shelf.put(left.tenant, left.ids, left.digest, left.arrays) if left.arrays else 0)
+            return Closed(await self._shelf.put(closed))
         except Exception as error:  # a state that is not saved costs time, but changes no token
             log_failure(log, error, "verifier: the memory of a closed text could not be saved")
             return Closed(0)
@@ -366,16 +356,17 @@ class VerifierEngine:
 
     def _leave(self, session: VerifierText, ask: PendingCall) -> None:
         """Copy a closed text's memory, release it, and answer the call to close, whose handler saves the copy."""
-        arrays: Arrays = {}
+        closed: ClosedMemory | Closed = Closed(0)
         ids = tuple(session.memory.consumed)
         digest = session.text.tokens.digest(len(ids))
         if session.memory.place is not None and ids:
             try:
                 arrays = self.runner.save(session.memory.place, len(ids))
+                closed = ClosedMemory(session.parameters.tenant, ids, digest, arrays)
             except BaseException as error:  # a panic of a native library is no Exception
                 log_failure(log, error, "verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
-        ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
+        ask.ticket.settle(closed)
 
     def steps_by_rows(self) -> Mapping[int, StepTotals]:
         return self.scheduler.by_rows

@@ -24,7 +24,7 @@ from tree_layers.tree_mixers import Array, RecurrentMemory
 
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
+from verifier_service.recurrent import TextStates, last_writers, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
@@ -311,7 +311,7 @@ class StepRunner:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
-        return on_device(self.device, array)
+        return torch.from_numpy(array).to(self.device)
 
 
 def median_times(run: Callable[[int], None], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:

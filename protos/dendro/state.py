@@ -14,7 +14,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -109,15 +109,7 @@ def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic
             raise ValueError(f"state: tensor {name} has dtype {kind}; only {sorted(_DTYPES)} are kept")
         table.append([name, kind, list(tensor.shape)])
         body.append(np.ascontiguousarray(tensor).astype(_DTYPES[kind], copy=False).tobytes())
-    stored = {
-        "fingerprint": header.fingerprint,
-        "tokenizer": header.tokenizer,
-        "layout": header.layout,
-        "tokens": header.tokens,
-        "digest": header.digest,
-        "tensors": table,
-    }
-    head = json.dumps(stored, sort_keys=True).encode()
+    head = json.dumps(asdict(header) | {"tensors": table}, sort_keys=True).encode()
     blob = b"".join((_PREFIX.pack(MAGIC, FORMAT, len(head)), head, *body))
     return blob + hashlib.blake2b(blob, digest_size=_CHECKSUM_BYTES).digest()
 
@@ -163,6 +155,16 @@ def _tensors(table: Any, body: memoryview, offset: int) -> dict[str, npt.NDArray
     if offset != len(body):
         raise BadState(f"{len(body) - offset} bytes are left over")
     return tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClosedMemory:
+    """A copy of a closed text's memory."""
+
+    tenant: str
+    ids: Sequence[int]  # tokens that the memory has consumed
+    digest: int  # chained digest of those tokens
+    arrays: Arrays
 
 
 @dataclass(slots=True)
@@ -215,14 +217,15 @@ class Shelf:
         self.counters.states_missed += 1
         return 0, None
 
-    async def put(self, tenant: str, ids: Sequence[int], digest: int, arrays: Arrays) -> int:
-        """Save the state after these tokens, whose chained digest is `digest`. Returns the number of tokens, 0 if the
-        store did not keep it."""
+    async def put(self, closed: ClosedMemory) -> int:
+        """Save a closed text's state. Returns the number of its tokens, 0 if the store did not keep it."""
         # Packing hashes megabytes, so it runs off the event loop.
-        blob = await asyncio.to_thread(pack_state, self._header(len(ids), digest), arrays)
-        kept = await self._store.save(await off_loop(len(ids), partial(self._name, tenant, ids)), blob)
+        tokens = len(closed.ids)
+        blob = await asyncio.to_thread(pack_state, self._header(tokens, closed.digest), closed.arrays)
+        name = await off_loop(tokens, partial(self._name, closed.tenant, closed.ids))
+        kept = await self._store.save(name, blob)
         self.counters.states_saved += kept
-        return len(ids) if kept else 0
+        return tokens if kept else 0
 
     async def _read(self, blob: bytes, tokens: Tokens, length: int) -> Arrays | None:
         """The arrays of a stored state of these tokens; None, which is counted, if it is another state or damaged."""

@@ -9,7 +9,17 @@ import struct
 import numpy as np
 import pytest
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.state import BadState, MemoryStates, Shelf, StateHeader, most_blob_bytes, pack_state, unpack_state
+from dendro.state import (
+    Arrays,
+    BadState,
+    ClosedMemory,
+    MemoryStates,
+    Shelf,
+    StateHeader,
+    most_blob_bytes,
+    pack_state,
+    unpack_state,
+)
 from dendro.text import Limits, Sampling, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,13 +131,17 @@ def test_a_changed_byte_under_the_right_checksum_is_refused_or_gives_tensors(pla
         return
 
 
+def closed(arrays: Arrays) -> ClosedMemory:
+    return ClosedMemory("", [1, 2], TEXT.digest(2), arrays)
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(name):
     store = MemoryStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1 << 30)
     update = TextUpdate.of(new_opening(), TEXT, 0)
     call = OpenCall(update, RequestParameters(Sampling(), Limits(9), "", ()))
-    await shelf.put("", [1, 2], TEXT.digest(2), TENSORS)
+    await shelf.put(closed(TENSORS))
     (key,) = store.blobs
     assert (await shelf.find(call))[0] == 2
     store.blobs[key] = MUTATIONS[name]
@@ -151,8 +165,8 @@ async def test_the_store_is_asked_for_no_more_bytes_than_a_state_of_so_many_toke
     store = CountingStates()
     shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1000 * tokens)
     call = OpenCall(TextUpdate.of(new_opening(), TEXT, 0), RequestParameters(Sampling(), Limits(9), "", ()))
-    await shelf.put("", [1, 2], TEXT.digest(2), {"a": np.zeros(2000, np.uint8)})
+    await shelf.put(closed({"a": np.zeros(2000, np.uint8)}))
     assert (await shelf.find(call))[0] == 2 and store.limits == [most_blob_bytes(2000)]
-    await shelf.put("", [1, 2], TEXT.digest(2), {"a": np.zeros(most_blob_bytes(2000), np.uint8)})
+    await shelf.put(closed({"a": np.zeros(most_blob_bytes(2000), np.uint8)}))
     assert await shelf.find(call) == (0, None)
     assert (shelf.counters.states_missed, shelf.counters.states_refused) == (1, 0)
