@@ -23,7 +23,7 @@ from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
 from dendro.logprobs import TokenLogprobs, check_echo
 from dendro.order import Order
-from dendro.text import Sampling, Verdict, check_choice
+from dendro.text import Sampling, check_choice
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
@@ -189,8 +189,7 @@ class VerifierText:
     memory: TextMemory
     opening: PendingCall | None = None  # the open call, until the prompt is consumed
     asks: deque[PendingCall] = field(default_factory=deque)  # calls to verify, in order of arrival
-    ahead: PendingCall | None = None  # the entry of `asks` for a round that was begun before the router's call
-    early: Verdict | None = None  # verdict of a round whose call has not arrived
+    ahead: PendingCall | None = None  # a round that was begun before the router's call: an entry of `asks`, or settled
     ordered: OrderedRound | None = None  # the next round, while its tree is awaited
     latest: OrderedRound | None = None  # the round ordered last; it keeps trees sent ahead for the round after it
     way_s: float = 0.0  # smoothed time of an ordered tree's way, there and back; 0: none has come
@@ -230,14 +229,6 @@ class VerifierText:
             history=history,
             structure=ask.structure,
         )
-
-    def drop(self, ask: PendingCall) -> bool:
-        """Remove a call from those that wait for a step. Returns True if it was the round begun ahead."""
-        self.asks.remove(ask)
-        was_ahead = ask is self.ahead
-        if was_ahead:
-            self.ahead = None
-        return was_ahead
 
     def drop_all(self) -> None:
         """Remove all calls that wait for a step, and the opening."""

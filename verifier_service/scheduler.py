@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
@@ -156,14 +157,15 @@ class StepScheduler:
         self.counters.step_us += took_us
         self.by_rows[self._size].add(took_us)
         for session, ask, verdict in verdicts:  # last: the next calls may arrive at once
-            if session.drop(ask):
-                session.early = verdict
+            session.asks.remove(ask)
+            if ask is session.ahead:
+                ask.ticket.settle(verdict)  # kept for the round's call
             else:
                 self._answer(session, ask, verdict)
 
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
         self.counters.structures_stuck += error.field == "structure"
-        session.drop(ask)  # nobody waits for a round begun ahead: the round's call will run, and be refused
+        session.asks.remove(ask)  # nobody waits for a round begun ahead: the round's call will run, and be refused
         ask.ticket.settle(error)
 
     def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
@@ -194,9 +196,12 @@ class StepScheduler:
 
         The verdict's times count from the call's arrival; the step's time before that is its `ahead_us`.
         """
-        (verdict, session.early), begun = (session.early, None), session.ahead
-        if begun is not None:  # it has not run: the call itself takes its place
-            session.drop(begun)
+        begun, session.ahead = session.ahead, None
+        verdict: Any = None
+        if begun is not None and begun.ticket.settled:
+            verdict, begun = begun.ticket.value, None
+        elif begun is not None:  # it has not run: the call itself takes its place
+            session.asks.remove(begun)
         wanted, text = session.ordered, session.text.tokens
         same = (call.update.base, call.update.digest) == (len(text), text.digest())
         if call.ordered and same and wanted is not None and wanted.claim is None:
@@ -208,8 +213,9 @@ class StepScheduler:
             ask.ticket.arrived_s = max(ask.ticket.arrived_s, begun.ticket.arrived_s)
             session.asks.append(replace(begun, call=replace(call, tree=begun.call.tree), ticket=ask.ticket))
             return True
-        if verdict is None or call.tree.rows > 1 or not same or call.ordered is (verdict.tree is None):
-            self.counters.unclaimed += verdict is not None
+        made = isinstance(verdict, Verdict)  # else nothing, or the error of a round that was refused
+        if not made or call.tree.rows > 1 or not same or call.ordered is (verdict.tree is None):
+            self.counters.unclaimed += made
             if call.ordered:
                 session.asks.append(replace(ask, missed=Missed.UNKNOWN))
             return call.ordered
@@ -479,7 +485,7 @@ class StepScheduler:
                 if error is None:
                     return ask
                 ask.ticket.settle(error)
-            session.drop(ask)
+            session.asks.remove(ask)
         return None
 
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:
