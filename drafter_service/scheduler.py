@@ -102,9 +102,9 @@ class DraftScheduler:
         self._numbers = 0  # sessions opened so far
         self._turn = 0  # forwards planned so far
         self._folds: list[TextFold] = []  # folds of the next step
-        self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
+        # Rows of each session in the current plan, by the text's positions; a tree's rows count on from its root's.
+        self._planned: list[tuple[DrafterText, range]] = []
         self._masks: Sequence[Bits | None] = ()  # masks of the current plan's scored rows
-        self._kind = ""  # kind of the current plan: prompt, before (a root), chain (tokens, root, levels) or level
 
     @property
     def sessions(self) -> int:
@@ -183,8 +183,7 @@ class DraftScheduler:
             raise
         if session.round is not None:
             self._stop_round(session, session.round)
-        if session in self._prepared:
-            self._drop_prepared(session)
+        self._drop_prepared(session)
         if session.opened is not None:
             self.answers.append((session.opened[0], NotFound("opening: was closed before it was ready")))
             session.opened = None
@@ -227,9 +226,10 @@ class DraftScheduler:
 
     def next(self) -> DraftStep:
         """The folds that waiting calls need, and the next forward."""
-        self._drop_cancelled()
         self._folds, self._planned = [], []
         for session in list(self._sessions.values()):
+            if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
+                self._stop_round(session, session.round)
             if session.closing is not None or (session.round is not None and not session.is_growing):
                 self._fold_kept(session)
         self._answer_complete()
@@ -266,7 +266,7 @@ class DraftScheduler:
         """Apply the outcome of the last plan's forward."""
         at = 0
         for session, rows in self._planned:
-            if self._kind == "prompt":
+            if not len(outcome.candidates):  # a prompt
                 session.covers = rows.stop
                 continue
             at += len(rows)
@@ -278,7 +278,8 @@ class DraftScheduler:
         self._answer_complete()
 
     def _apply(self, session: DrafterText, rows: range, outcome: DraftOutcome, mine: slice) -> None:
-        """Apply a text's part of the outcome. Raises FloatingPointError if its scores are not finite."""
+        """Apply a text's part of the outcome: each token before the root ranks the one after it, and the tree grows by
+        the others, if there are any. Raises FloatingPointError if scores are not finite."""
         draft_round = session.round
         assert draft_round is not None
         outcome.check(mine)
@@ -287,11 +288,10 @@ class DraftScheduler:
         chances = calibrated(scores) if given is None else given[mine].tolist()
         if self._masks:
             keep_allowed(self._masks[mine], candidates, scores, chances)
-        if self._kind != "level":  # Each token before the root ranks the one after it.
-            session.covers = rows.stop if self._kind == "before" else session.base - 1
-            for covered in range(rows.start + 1, session.covers + 1):
-                session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
-        if self._kind == "before":
+        session.covers = min(rows.stop, session.base - 1)
+        for covered in range(rows.start + 1, session.covers + 1):
+            session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
+        if rows.stop < session.base:
             return
         draft_round.calibrated = given is None
         draft_round.extend(candidates, scores, chances[-len(scores) :])
@@ -306,42 +306,40 @@ class DraftScheduler:
             self.counters.prepared_sent += 1
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
-        self._kind = "prompt"
         self._planned = [(s, range(s.covers, min(s.covers + self.chunk, s.base - 1))) for s in sessions]
-        return self._chain_plan([])
+        rows = self._chains([])
+        return DraftPlan(rows, rows.places[:0], [], [], [], self._width())
 
     def _plan_chains(self, sessions: list[DrafterText]) -> DraftPlan:
         """Plan the tokens up to and with the roots. If some sessions lack only a short chain, plan theirs alone,
         without the roots: a root and all levels of its tree may then be one forward."""
         if before := [session for session in sessions if not session.structured and self._is_short(session)]:
-            self._kind = "before"
             self._planned = [(session, range(session.covers, session.base - 1)) for session in before]
-            return self._chain_plan([])
-        self._kind = "chain"
-        self._planned = [(session, range(session.covers, session.base)) for session in sessions]
-        return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
+            rows = self._chains([])
+        else:
+            self._planned = [(session, range(session.covers, session.base)) for session in sessions]
+            rows = self._chains([session.round.slots[0] for session in sessions if session.round is not None])
+        numbers = [session.number for session, span in self._planned for _ in span]
+        positions = [covered + 1 + session.ahead for session, span in self._planned for covered in span]
+        self._masks = _masks_of([(session, span.start) for session, span in self._planned])
+        return DraftPlan(rows, rows.places, [1] * len(numbers), numbers, positions, self._width(), self._masks)
 
     def _is_short(self, session: DrafterText) -> bool:
         return session.base - 1 - session.covers <= self.one_forward(session.number).longest_chain
 
-    def _chain_plan(self, roots: list[int]) -> DraftPlan:
-        """Plan one row of consecutive tokens per planned session, scored unless they are prompts."""
+    def _chains(self, roots: list[int]) -> Chains:
+        """One row of consecutive tokens per planned session. roots: node slots of the last tokens, if they are roots"""
         tokens = [session.tokens(span) for session, span in self._planned]
         starts, source = zip(*((span.start, session.slot) for session, span in self._planned), strict=True)
         for session, _ in self._planned:
             self._own_slot(session)
-        rows = Chains.of(tokens, starts, source, [session.slot for session, _ in self._planned], roots)
-        scored = [] if self._kind == "prompt" else self._planned
-        numbers = [session.number for session, span in scored for _ in span]
-        positions = [covered + 1 + session.ahead for session, span in scored for covered in span]
-        self._masks = _masks_of([(session, span.start) for session, span in scored])
-        places = rows.places if scored else rows.places[:0]
-        return DraftPlan(rows, places, [1] * len(places), numbers, positions, self._width(), self._masks)
+        return Chains.of(tokens, starts, source, [session.slot for session, _ in self._planned], roots)
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """Plan one row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
-        self._kind, level = "level", level_of(sessions)
-        self._planned = [(session, session.round.new_rows) for session in sessions if session.round is not None]
+        level = level_of(sessions)
+        both = zip(sessions, level.counts, strict=True)
+        self._planned = [(session, range(session.covers, session.covers + count)) for session, count in both]
         self._masks = _masks_of([(session, session.base - 1) for session in sessions])
         ahead = [session.ahead for session in sessions]
         guessed = [sum(place) + 1 for place in zip(level.starts, level.depths, ahead, strict=True)]
@@ -365,7 +363,7 @@ class DraftScheduler:
         if before:
             self._own_slot(session)
         rows = levels_of(session, form or ROOT_ALONE, source)
-        self._kind, self._planned, self._masks = "chain", [(session, range(covers, covers + rows.count))], ()
+        self._planned, self._masks = [(session, range(covers, covers + rows.count))], ()
         first, groups = covers + 1 + rows.depth + session.ahead, rows.groups
         guessed = range(first, first + len(groups))
         return DraftPlan(rows, None, groups, [session.number] * len(groups), guessed, self._width())
@@ -455,20 +453,21 @@ class DraftScheduler:
         """
         draft_round = session.round
         assert draft_round is not None
-        if draft_round.slots:
+        if self._take_nodes(draft_round):
             return True
-        wanted = draft_round.shape.forwarded
-        if self.nodes.free < wanted:
-            self._drop_all_prepared()
+        self._drop_all_prepared()
         for other in list(self._sessions.values()):
-            if self.nodes.free >= wanted:
+            if self.nodes.free >= draft_round.shape.forwarded:
                 break
             if other.kept is not None:
                 self._drop_tree(other, other.kept)
-        if self.nodes.free < wanted:
-            return False
-        draft_round.slots = self.nodes.allocate(wanted)
-        return True
+        return self._take_nodes(draft_round)
+
+    def _take_nodes(self, draft_round: DraftRound) -> bool:
+        """Take all node slots that a round needs, unless it has them. False if too few are free."""
+        if not draft_round.slots and self.nodes.free >= draft_round.shape.forwarded:
+            draft_round.slots = self.nodes.allocate(draft_round.shape.forwarded)
+        return bool(draft_round.slots)
 
     def _drop_tree(self, session: DrafterText, draft_round: DraftRound) -> None:
         self.nodes.release(draft_round.slots)
@@ -512,10 +511,8 @@ class DraftScheduler:
                 self._fault(prepared, error)
                 return None
         assert prepared.round is not None
-        if not prepared.round.slots:
-            if self.nodes.free < prepared.round.shape.forwarded:
-                return None
-            prepared.round.slots = self.nodes.allocate(prepared.round.shape.forwarded)
+        if not self._take_nodes(prepared.round):
+            return None
         return self._plan_level([prepared]) if prepared.base - prepared.covers == 1 else self._plan_chains([prepared])
 
     def _begin(self, session: DrafterText, after: DraftRound, outcome: Outcome) -> PreparedText:
@@ -664,15 +661,9 @@ class DraftScheduler:
         log_failure(log, error, "drafter %s: a text's part of a step failed; the others go on", self.name)
         self._end(session, EngineFailed(f"drafter {self.name}: {described(error)}"))
 
-    def _drop_cancelled(self) -> None:
-        for session in list(self._sessions.values()):
-            if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
-                self._stop_round(session, session.round)
-
     def _end(self, session: DrafterText, reason: Exception) -> None:
-        if session in self._prepared:
-            self._drop_prepared(session)
-            del self._prepared[session]
+        self._drop_prepared(session)
+        self._prepared.pop(session, None)
         for draft_round in (session.kept, session.round):
             if draft_round is not None:
                 self._drop_tree(session, draft_round)

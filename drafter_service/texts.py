@@ -63,11 +63,6 @@ class DraftRound:
         """Number of candidates that each processed row needs."""
         return self.shape.width if self.draws is None else LAW_TOKENS
 
-    @property
-    def new_rows(self) -> range:
-        """Numbers, among the processed rows, of the rows that go through the model next."""
-        return range(self.growth.processed, len(self.growth.above))
-
     def path_of(self, following: Sequence[int]) -> list[int]:
         """Numbers of the processed rows on the path of a text that goes on by `following` after the root, root first.
         Only rows whose next token the text has are on the path."""
@@ -241,11 +236,10 @@ class DrafterText:
 
 def level_of(sessions: Sequence[DrafterText]) -> Level:
     """The next level of each session's tree; the root is the first level."""
-    rounds = [session.round for session in sessions if session.round is not None]
-    grown = [(each.growth, each.slots) for each in rounds]
+    grown = [(session.round.growth, session.round.slots) for session in sessions if session.round is not None]
     return Level(
         tokens=np.array([growth.tokens[row] for growth, _ in grown for row in growth.frontier], np.int64),
-        counts=[len(each.new_rows) for each in rounds],
+        counts=[len(growth.frontier) for growth, _ in grown],
         texts=[session.slot for session in sessions],
         starts=[session.base - 1 for session in sessions],
         depths=[growth.level for growth, _ in grown],
