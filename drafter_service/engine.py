@@ -267,22 +267,16 @@ class DrafterEngine:
         ahead: length of the text in target ids minus its length in the drafter's ids; 0 without a bridge
         Raises NotFound for an opening or text that is not open here, and BadRequest, with the field's name.
         """
-        self._check_draft(call)
-        tree = await self._thread.ask(lambda ticket: self._scheduler.draft(ticket, call, ahead))
+        tree = await self._thread.ask(partial(self._draft, call, ahead))
         assert isinstance(tree, DraftTree)
         return tree
 
     def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
         """Draft a tree (`draft`) for a verifier of this process."""
-        try:
-            self._check_draft(call)
-        except DendroError as error:
-            deliver(error)
-            return
-        self._thread.call(lambda ticket: self._scheduler.draft(ticket, call, 0), deliver)
+        self._thread.call(partial(self._draft, call, 0), deliver)
 
-    def _check_draft(self, call: DraftCall) -> None:
-        """Raise BadRequest for a text or shape past this drafter's limits."""
+    def _draft(self, call: DraftCall, ahead: int, ticket: Ticket) -> None:
+        """Begin a round, in the engine's thread. Raises BadRequest for a text or shape past this drafter's limits."""
         self._check(call.update)
         shape, limits = call.shape, self._hello
         if not shape.off and not shape.drafted:
@@ -293,6 +287,7 @@ class DrafterEngine:
             raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter allows {limits.max_rows}")
         if shape.width > (guessed := self._runner.model.vocabulary):
             raise BadRequest("shape", f"{shape} is wider than the {guessed} tokens that this drafter guesses")
+        self._scheduler.draft(ticket, call, ahead)
 
     async def close(self, call: CloseCall) -> Closed:
         """End an opening and save its memory to the state store. Raises NotFound if it is not open.
