@@ -241,10 +241,14 @@ class RedisStates:
                 self.counters.hits += 1
                 return bytes(held)
 
+    def takes(self, size: int) -> bool:
+        """Return True if a blob of `size` bytes may be stored; count it as refused if not."""
+        self.counters.refused += size > self.max_bytes
+        return size <= self.max_bytes
+
     async def save(self, name: str, blob: bytes) -> bool:
         """Store a blob for `ttl_s`. Returns whether it was stored."""
-        if len(blob) > self.max_bytes:
-            self.counters.refused += 1
+        if not self.takes(len(blob)):
             return False
         call = partial(self._redis.set, self.prefix + name, blob, ex=self.ttl_s)
         kept = bool(await self._ask(call, parts=max(1, -(-len(blob) // PART_BYTES))))

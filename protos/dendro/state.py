@@ -15,7 +15,6 @@ import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -52,6 +51,10 @@ def most_blob_bytes(tensor_bytes: int) -> int:
 class StateStore(Protocol):
     """Keeps blobs by name for a while. Losing blobs only costs time. No call raises."""
 
+    def takes(self, size: int) -> bool:
+        """Called before a state whose tensors have `size` bytes is packed. Returns False if it would not be kept."""
+        ...
+
     async def load(self, name: str, most: int) -> bytes | None:
         """Called when a text is opened. Returns the blob of that name; None if there is none, or if it has more than
         `most` bytes, of which no more are read."""
@@ -62,6 +65,9 @@ class StateStore(Protocol):
 
 class NoStates:
     """A store that keeps nothing."""
+
+    def takes(self, size: int) -> bool:
+        return False
 
     async def load(self, name: str, most: int) -> bytes | None:
         return None
@@ -75,6 +81,9 @@ class MemoryStates:
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
+
+    def takes(self, size: int) -> bool:
+        return True
 
     async def load(self, name: str, most: int) -> bytes | None:
         blob = self.blobs.get(name)
@@ -208,8 +217,7 @@ class Shelf:
         lengths = {longest, *call.parameters.marks, *(mark - 1 for mark in call.parameters.marks)}
         tokens = Tokens(ids)
         for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
-            part = partial(self._name, call.parameters.tenant, ids[:length])
-            name = await off_loop(length, part)
+            name = await self._name(call.parameters.tenant, ids[:length])
             blob = await self._store.load(name, most_blob_bytes(self._most_bytes(length)))
             if blob is not None and (arrays := await self._read(blob, tokens, length)) is not None:
                 self.counters.states_restored += 1
@@ -219,18 +227,19 @@ class Shelf:
 
     async def put(self, closed: ClosedMemory) -> int:
         """Save a closed text's state. Returns the number of its tokens, 0 if the store did not keep it."""
+        if not self._store.takes(sum(each.nbytes for each in closed.arrays.values())):
+            return 0
         # Packing hashes megabytes, so it runs off the event loop.
         tokens = len(closed.ids)
         blob = await asyncio.to_thread(pack_state, self._header(tokens, closed.digest), closed.arrays)
-        name = await off_loop(tokens, partial(self._name, closed.tenant, closed.ids))
-        kept = await self._store.save(name, blob)
+        kept = await self._store.save(await self._name(closed.tenant, closed.ids), blob)
         self.counters.states_saved += kept
         return tokens if kept else 0
 
     async def _read(self, blob: bytes, tokens: Tokens, length: int) -> Arrays | None:
         """The arrays of a stored state of these tokens; None, which is counted, if it is another state or damaged."""
         try:
-            arrays = await asyncio.to_thread(self._unpacked, blob, tokens, length)
+            arrays = await asyncio.to_thread(lambda: unpack_state(blob, self._header(length, tokens.digest(length))))
             self._check(arrays, length)
         except (ValueError, TypeError, LookupError) as error:
             self.counters.states_refused += 1
@@ -238,11 +247,8 @@ class Shelf:
             return None
         return arrays
 
-    def _unpacked(self, blob: bytes, tokens: Tokens, length: int) -> Arrays:
-        return unpack_state(blob, self._header(length, tokens.digest(length)))
-
-    def _name(self, tenant: str, ids: Sequence[int]) -> str:
-        return state_name(tenant, self._fingerprint, self._layout, ids)
+    async def _name(self, tenant: str, ids: Sequence[int]) -> str:
+        return await off_loop(len(ids), lambda: state_name(tenant, self._fingerprint, self._layout, ids))
 
     def _header(self, tokens: int, digest: int) -> StateHeader:
         return StateHeader(self._fingerprint, self._tokenizer, self._layout, tokens, digest)

@@ -149,6 +149,19 @@ async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(
     assert shelf.counters.states_refused == 1
 
 
+async def test_a_state_that_its_store_would_not_keep_is_not_packed(monkeypatch):
+    class SmallStates(MemoryStates):
+        def takes(self, size: int) -> bool:
+            return size <= 12
+
+    packed = []
+    monkeypatch.setattr("dendro.state.pack_state", lambda header, arrays: packed.append(header) or b"state")
+    shelf = Shelf(SmallStates(), "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1 << 30)
+    for numbers, kept in ((3, 2), (4, 0)):
+        assert await shelf.put("", [5, 6], 0, {"a": np.zeros(numbers, np.float32)}) == kept
+    assert len(packed) == 1
+
+
 class CountingStates(MemoryStates):
     """Keeps the limits of its loads."""
 
