@@ -7,7 +7,6 @@ import statistics
 import sys
 import unicodedata
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import asdict
 from typing import Protocol, TextIO
 
@@ -20,7 +19,7 @@ from dendro.answer import (
     OpeningStats,
     Round,
     SpeculationStats,
-    collect,
+    collect_stream,
 )
 from dendro.client import Asking
 from dendro.logprobs import TokenLogprobs
@@ -88,23 +87,20 @@ class RoundsPrinter:
         self._mark = mark
         self._count = 0
 
-    def show(self, part: Round) -> None:
-        text = self._mark + part.text if self._count else part.text
-        self._write(text, self._styles[self._count % len(self._styles)])
-        self._count += 1
+    def show(self, event: Event) -> None:
+        """Print a round, or a part of an echoed prompt; other events have no text."""
+        if isinstance(event, Round):
+            text = self._mark + event.text if self._count else event.text
+            self._write(text, self._styles[self._count % len(self._styles)])
+            self._count += 1
+        elif isinstance(event, EchoedPrompt):
+            self._write(event.text, "dim")
 
     async def show_all(self, events: AsyncGenerator[Event, None]) -> Completion:
         """Print a stream's rounds as they come; end the stream where that fails. Returns the whole answer."""
-        received: list[Event] = []
-        async with aclosing(events):
-            async for event in events:
-                received.append(event)
-                if isinstance(event, Round):
-                    self.show(event)
-                elif isinstance(event, EchoedPrompt):
-                    self._write(event.text, "dim")
+        done = await collect_stream(events, self.show)
         self._write("\n", "")
-        return collect(received)
+        return done
 
 
 def as_json(done: Completion) -> str:

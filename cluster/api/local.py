@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 from dendro.answer import Event, count_of_answers
 from dendro.client import Asking
@@ -26,6 +25,5 @@ class LocalClient(Asking):
         answers = [AnswerProgress(request, sample) for sample in range(count_of_answers(request))]
         async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
             async for response in responses:
-                event = answers[response.sample].take(response)
-                if event is not None:
-                    yield replace(event, sample=response.sample) if response.sample else event
+                if (event := answers[response.sample].take(response)) is not None:
+                    yield event

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Unpack, cast
 
-from dendro.answer import Completion, SpeculationStats, collect_stream
+from dendro.answer import Completion, Event, Round, SpeculationStats, collect_stream
 from dendro.client import Asking, AsyncClient
 from dendro.errors import EngineFailed
 from dendro.options import Options
@@ -58,8 +58,12 @@ class TenantClients:
 async def timed(client: Asking, prompt: Sequence[int], **options: Unpack[Options]) -> tuple[Completion, list[float]]:
     """An answer, and the times of its call and of each of its rounds."""
     times = [time.perf_counter()]
-    done = await collect_stream(client.generate(prompt, **options), lambda part: times.append(time.perf_counter()))
-    return done, times
+
+    def note(event: Event) -> None:
+        if isinstance(event, Round):
+            times.append(time.perf_counter())
+
+    return await collect_stream(client.generate(prompt, **options), note), times
 
 
 class ClusterClient:

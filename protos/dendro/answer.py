@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, MutableSequence, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Unpack, cast
 
@@ -462,8 +463,8 @@ def tree_from(message: pb.RoundTree) -> RoundTree:
     )
 
 
-def complete_from(message: pb.GenerateComplete) -> Complete:
-    """The end of an answer. Raises EngineFailed for an unknown finish reason."""
+def complete_from(message: pb.GenerateComplete, sample: int = 0) -> Complete:
+    """The end of an answer. Raises EngineFailed for an unknown finish reason. sample: the number of the answer"""
     finish = FINISHES.get(message.finish_reason)
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
@@ -485,6 +486,7 @@ def complete_from(message: pb.GenerateComplete) -> Complete:
         accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
         rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
         drafters=tuple(_drafter_from(each) for each in message.drafters),
+        sample=sample,
     )
 
 
@@ -505,14 +507,15 @@ def models_of(response: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:
 
 
 async def collect_stream(
-    events: AsyncIterator[Event], each_round: Callable[[Round], object] = lambda part: None
+    events: AsyncGenerator[Event, None], each: Callable[[Event], object] = lambda event: None
 ) -> Completion:
-    """The whole answer, from its stream. `each_round` is called with every round when it comes."""
-    received = []
-    async for event in events:
-        received.append(event)
-        if isinstance(event, Round):
-            each_round(event)
+    """The whole answer, from its stream. `each` is called with every event when it comes; the stream ends where that
+    raises."""
+    received: list[Event] = []
+    async with aclosing(events):
+        async for event in events:
+            received.append(event)
+            each(event)
     return collect(received)
 
 

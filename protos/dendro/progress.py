@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import grpc
 
 from dendro.answer import (
@@ -69,7 +67,7 @@ class AnswerProgress:
             first, message = self.started, response.started
             if message.offset != len(self.token_ids):
                 raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
-            started = Started(**fields_of(Started, message))
+            started = Started(**fields_of(Started, message), sample=self.sample)
             if first is not None:
                 self._check_resumed(first, started)
             self.started = started
@@ -86,9 +84,10 @@ class AnswerProgress:
             tree = tree_from(chunk.tree) if chunk.HasField("tree") else None
             asked = self.request.HasField("logprobs")
             logprobs = self._logprobs_of(chunk) if asked or chunk.logprobs else ()
-            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, logprobs, tree=tree)
+            ids = tuple(chunk.token_ids)
+            return Round(chunk.offset, ids, chunk.text, chunk.shape, logprobs, self.sample, tree)
         if kind == "complete":
-            complete = complete_from(response.complete)
+            complete = complete_from(response.complete, self.sample)
             if complete.completion_tokens != len(self.token_ids):
                 raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
             self.finished = True
@@ -110,7 +109,7 @@ class AnswerProgress:
         logprobs: tuple[TokenLogprobs | None, ...] = self._logprobs_of(part, first=not part.offset)
         if self.request.HasField("logprobs") and not part.offset:
             logprobs = (None, *logprobs)
-        return EchoedPrompt(part.offset, tuple(part.token_ids), part.text, logprobs)
+        return EchoedPrompt(part.offset, tuple(part.token_ids), part.text, logprobs, self.sample)
 
     def _logprobs_of(
         self, chunk: pb.GenerateChunk | pb.GeneratePrompt, first: bool = False
@@ -177,7 +176,7 @@ class RequestProgress:
         event = self.answers[sample].take(response)
         if isinstance(event, Round):
             self.attempts.progressed()
-        return dataclasses.replace(event, sample=sample) if event is not None and sample else event
+        return event
 
     def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation) -> float:
         """Seconds to wait before the next call after one that ended (`Attempts.pause_after`); 0 if the call completed
