@@ -246,6 +246,19 @@ class AsyncClient(Asking):
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
 
+    async def _ask_each(self, method: str, asked: Abortion | Explanation) -> None:
+        """Call a method at each address of this client."""
+        for address in asked.addresses:
+            asked.begin_call()
+            try:
+                async with self._stub(address, asked.left_s) as stub:
+                    call = getattr(stub, method)
+                    response: Any = await call(asked.request, timeout=asked.left_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                asked.failed(error, address)
+            else:
+                asked.answered(response)
+
     async def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
         return models_of(await self._call("GetServerInfo", pb.GetServerInfoRequest()))
@@ -265,15 +278,7 @@ class AsyncClient(Asking):
         several are behind it. Returns how many were ended; 0: none of that id runs at the routers that were asked.
         Raises the error of an address that refused or did not answer, where none was ended."""
         asked = Abortion(request_id, self.timeout_s, self._rotation.addresses)
-        for address in asked.addresses:
-            asked.begin_call()
-            try:
-                async with self._stub(address, asked.left_s) as stub:
-                    response = await stub.Abort(asked.request, timeout=asked.left_s, metadata=self._metadata)
-            except grpc.aio.AioRpcError as error:
-                asked.failed(error, address)
-            else:
-                asked.answered(response)
+        await self._ask_each("Abort", asked)
         return asked.ended
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
@@ -281,15 +286,7 @@ class AsyncClient(Asking):
         Each address of this client is asked, at one router where several are behind it. Raises NotFound if all answered
         and none keeps any, and the error of an address that refused or did not answer, where no other does."""
         asked = Explanation(request_id, self.timeout_s, self._rotation.addresses)
-        for address in asked.addresses:
-            asked.begin_call()
-            try:
-                async with self._stub(address, asked.left_s) as stub:
-                    response = await stub.Explain(asked.request, timeout=asked.left_s, metadata=self._metadata)
-            except grpc.aio.AioRpcError as error:
-                asked.failed(error, address)
-            else:
-                asked.answered(response)
+        await self._ask_each("Explain", asked)
         return asked.joined
 
 
