@@ -42,8 +42,7 @@ class CallerIdentity:
 @dataclass(frozen=True, slots=True)
 class _HeldKey:
     entry: ApiKey
-    caller: CallerIdentity
-    allowance: Allowance  # what the caller may use
+    allowance: Allowance  # what its callers may use
 
 
 class KeyRing:
@@ -63,7 +62,7 @@ class KeyRing:
         found = KEY.fullmatch(text)
         held = self._held.get(found[1]) if found is not None else None
         same = hmac.compare_digest(digest_of(text), held.entry.sha256 if held is not None else NO_DIGEST)
-        return held.caller if held is not None and same else None
+        return CallerIdentity(held.entry.tenant, held.allowance) if held is not None and same else None
 
     async def watch(self) -> None:
         """Read the file again whenever it has changed. One that is missing or invalid is logged, and the last keys
@@ -92,13 +91,11 @@ class KeyRing:
         self._held = {}
         for key in keys:
             limits = key.limits.share_of(self._routers)
-            last = before.get(key.id)
-            if last is None:
-                allowance = Allowance(limits, self._clock)
-            else:
-                allowance = last.allowance
+            allowance = Allowance(limits, self._clock)
+            if key.id in before:
+                allowance = before[key.id].allowance
                 allowance.limits = limits
-            self._held[key.id] = _HeldKey(key, CallerIdentity(key.tenant, allowance), allowance)
+            self._held[key.id] = _HeldKey(key, allowance)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """A value that changes when the file changes; None if there is no file."""
