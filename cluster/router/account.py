@@ -11,7 +11,8 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from dendro.calls import Opened
@@ -49,7 +50,7 @@ ANSWER_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 400.0, 1000.
 
 @dataclass(slots=True)
 class ArmTotals:
-    """Rounds of one arm."""
+    """Rounds of one arm, or of all arms of an answer."""
 
     rounds: int = 0
     tokens: int = 0  # emitted tokens
@@ -148,46 +149,6 @@ def round_parts(tree: DraftTree, verdict: Verdict, took_us: int, first: bool) ->
     return parts
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Counts and microseconds, with the names of their fields in `SpeculationStats`. Adding to the message itself would
-    take several times as long."""
-
-    rounds: int = 0
-    emitted_tokens: int = 0
-    cut_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    discarded_tokens: int = 0
-    trimmed_tokens: int = 0
-    late_drafts: int = 0
-    ordered_trees: int = 0
-    ahead_us: int = 0
-    rounds_us: int = 0
-    decode_tokens: int = 0
-    decode_us: int = 0
-
-    def count(self, tree: DraftTree, verdict: Verdict) -> None:
-        tokens, accepted, guesses = len(verdict.tokens), len(verdict.ranks), tree.guesses
-        self.rounds += 1
-        self.emitted_tokens += tokens
-        self.cut_tokens += verdict.length - tokens
-        self.drafted_tokens += guesses
-        self.accepted_tokens += accepted
-        self.discarded_tokens += guesses - accepted
-        self.trimmed_tokens += verdict.trimmed
-        self.late_drafts += tree.missed
-        self.ordered_trees += verdict.tree is not None and not verdict.missed
-
-    def time(self, us: int, verdict: Verdict, decoded_us: int | None) -> None:
-        """us: the round's time   decoded_us: time since the first round ended; None in that round"""
-        self.rounds_us += us
-        self.ahead_us += verdict.ahead_us
-        if decoded_us is not None:
-            self.decode_tokens += len(verdict.tokens)
-            self.decode_us = decoded_us
-
-
 class AnswerAccount:
     """Counts and times of one answer, and how it ended. They go into its `complete`, its line in the log and its span;
     those of a computed answer are added to its target's totals, too."""
@@ -204,7 +165,8 @@ class AnswerAccount:
         self._began_s = self._last_s = 0.0  # times of the request's arrival and of the last round's end
         self._first_s: float | None = None  # time at which the first round ended
         self._step_sizes: Sequence[int] = ()
-        self._counts = _Counts()
+        self._counts = ArmTotals()
+        self._cut_tokens = self._late_drafts = self._ordered_trees = self._decode_tokens = self._ahead_us = 0
         self._part_us = dict.fromkeys(ROUND_PARTS, 0)
         self._by_arm = defaultdict[Arm, int](int)  # rounds
         self._by_tokens = defaultdict[int, int](int)  # rounds, by number of their tokens
@@ -232,26 +194,29 @@ class AnswerAccount:
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, why: str) -> None:
         """Count a round. took_us: time of the round, from the choice of its arm to its verdict   now_s: time at which
         it ended   why: reason why the arm is `off`, or the way of a drafted arm's tree"""
-        first_s = self._first_s
-        parts = round_parts(tree, verdict, took_us, first_s is None)
-        self._counts.count(tree, verdict)
-        self._counts.time(sum(parts.values()), verdict, None if first_s is None else int(1e6 * (now_s - first_s)))
+        first, tokens = self._first_s is None, len(verdict.tokens)
+        parts = round_parts(tree, verdict, took_us, first)
+        self._counts.learn(tree, verdict)
+        self._cut_tokens += verdict.length - tokens
+        self._late_drafts += tree.missed
+        self._ordered_trees += verdict.tree is not None and not verdict.missed
+        self._decode_tokens += 0 if first else tokens
+        self._ahead_us += verdict.ahead_us
         for part, us in parts.items():
             self._part_us[part] += us
         self._by_arm[arm] += 1
-        self._by_tokens[len(verdict.tokens)] += 1
+        self._by_tokens[tokens] += 1
         if arm.drafted:
             self._count_drafter(arm, tree, verdict)
         if self._totals is not None:
             self._totals.learn(arm, tree, verdict, parts, why)
-            if first_s is None:
+            if first:
                 self._totals.first_token_s.observe(now_s - self._began_s)
             else:
-                tokens = len(verdict.tokens)
                 self._totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)
         if self._span is not None:
             self._span.round(arm, tree, verdict)
-        self._first_s, self._last_s = now_s if first_s is None else first_s, now_s
+        self._first_s, self._last_s = now_s if self._first_s is None else self._first_s, now_s
 
     def _count_drafter(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         drafter = self._drafters.setdefault(arm.maker, pb.DrafterStats(name=arm.maker))
@@ -267,10 +232,27 @@ class AnswerAccount:
     ) -> None:
         """Set the statistics of `complete`. openings: opening at each drafter that opened the text, by name
         target: opening at the verifier   moves: number of moves to other verifiers"""
-        counts = {each.name: getattr(self._counts, each.name) for each in fields(self._counts)}
-        counts |= {f"{part}_us": us for part, us in self._part_us.items()}
-        counts |= {"verifier_moves": moves}
-        stats = pb.SpeculationStats(policy=self._policy, step_sizes=self._step_sizes, **counts)
+        counts, first_s = self._counts, self._first_s
+        part_us: dict[str, Any] = {f"{part}_us": us for part, us in self._part_us.items()}
+        stats = pb.SpeculationStats(
+            policy=self._policy,
+            step_sizes=self._step_sizes,
+            rounds=counts.rounds,
+            emitted_tokens=counts.tokens,
+            cut_tokens=self._cut_tokens,
+            drafted_tokens=counts.guesses,
+            accepted_tokens=counts.accepted,
+            discarded_tokens=counts.guesses - counts.accepted,
+            trimmed_tokens=counts.trimmed,
+            late_drafts=self._late_drafts,
+            ordered_trees=self._ordered_trees,
+            decode_tokens=self._decode_tokens,
+            decode_us=int(1e6 * (self._last_s - first_s)) if first_s is not None else 0,
+            ahead_us=self._ahead_us,
+            rounds_us=sum(self._part_us.values()),
+            verifier_moves=moves,
+            **part_us,
+        )
         for arm, count in self._by_arm.items():
             stats.rounds_by_shape[arm.name(self._names_drafters)] += count
         stats.rounds_by_tokens.update(self._by_tokens)
@@ -294,11 +276,11 @@ class AnswerAccount:
             "target": target,
             "outcome": self.outcome,
             "prompt_tokens": self._prompt_tokens,
-            "tokens": counts.emitted_tokens,
+            "tokens": counts.tokens,
             "rounds": counts.rounds,
-            "guesses": counts.drafted_tokens,
-            "accepted": counts.accepted_tokens,
-            "late_drafts": counts.late_drafts,
+            "guesses": counts.guesses,
+            "accepted": counts.accepted,
+            "late_drafts": self._late_drafts,
             "resumed": self._resumed,
             "first_token_s": None if first_s is None else first_s - self._began_s,
             "seconds": round(seconds, 4),
@@ -309,7 +291,7 @@ class AnswerAccount:
                 f"dendro.{name}": value for name, value in line.items() if value is not None and name != "tenant"
             }
             facts |= {"gen_ai.usage.input_tokens": self._prompt_tokens}
-            facts |= {"gen_ai.usage.output_tokens": counts.emitted_tokens}
+            facts |= {"gen_ai.usage.output_tokens": counts.tokens}
             self._span.end(facts, self.outcome[:1].isupper())
 
 
