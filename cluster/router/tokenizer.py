@@ -193,17 +193,13 @@ class CheckpointTokenizer:
         """Text of token ids, special tokens left out. Raises EngineFailed where the library's decoder panics, as its
         `Strip` does on a token that is shorter than what it strips."""
         try:
-            return self._decoded(ids)
+            if self._spelt:
+                return self._with_spelt(ids)
+            return self._with_bytes(ids) if self._bytes else self._by_library(list(ids))
         except BaseException as error:
             if isinstance(error, (Exception, *NO_FAULTS)):
                 raise
             raise EngineFailed(f"the tokenizer's decoder cannot decode the text: {error}") from error
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        if self._spelt:
-            return self._with_spelt(ids)
-        return self._with_bytes(ids) if self._bytes else self._by_library(list(ids))
 
     def _with_spelt(self, ids: Sequence[int]) -> str:
         """Text of token ids where some added tokens have texts of their own (`_spelt_tokens`)."""
