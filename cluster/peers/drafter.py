@@ -84,18 +84,16 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         longest_s: float = 0.5,
         adaptive: bool = True,
         facts: Facts | None = None,
-        target_tokens: tuple[int, str] = (0, ""),
         clock: Clock = time.monotonic,
         orders: bool = True,
     ) -> None:
-        """`name`: the maker of its arms. `longest_s` bounds every wait for a draft; a round that is not `adaptive`
-        waits up to it. Trees must keep the verifier's limits. `facts`: of the drafter's checkpoint; replicas of another
-        one are not used. `target_tokens`: the target's vocabulary and tokenizer by the router's facts, used until a
-        verifier is leased. `orders`: whether the verifier may be given orders of trees."""
+        """`name`: the maker of its arms. `verifier`: has a lease before the first call; trees must keep its limits.
+        `longest_s` bounds every wait for a draft; a round that is not `adaptive` waits up to it. `facts`: of the
+        drafter's checkpoint; replicas of another one are not used. `orders`: whether the verifier may be given orders
+        of trees."""
         super().__init__(pool, pace, clock)
         self.name = name
         self._facts = facts
-        self._target_tokens = target_tokens
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
         self._verifier = verifier
@@ -119,29 +117,25 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._strikes += 1
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        """A tree of the arm's shape; the root alone for an arm of another maker."""
-        if arm.maker != self.name:
-            self.skip(text)
-            return DraftTree.root_only(text.root)
-        shape = arm.shape
+        """A tree of the arm's shape; the root alone where none comes in time. The arm is one of this drafter's."""
         self._idle = 0
         if self._opening_task is None:
-            if not await self._begin_first(text):
+            if not self._gate.speculates:
                 return self._root_alone(text, "unwanted")
+            self._begin(text)
             await self._wait_first(text)
-        reason = self._refusal(text, shape)
-        if reason:
+        if reason := self._refusal(text, arm.shape):
             return self._root_alone(text, reason)
         opening = self._opening
         if opening is None:
             self._begin(text)
             return self._root_alone(text, "opening")
-        return await self._draft(opening, text, shape)
+        return await self._draft(opening, text, arm.shape)
 
     def order(self, text: Text, arm: Arm) -> Order | str:
         """The order of the next round's tree, for the verifier, or why this handle must ask for the tree itself."""
         opening, target = self._opening, self._verifier.hello
-        if not self._orders or target is None or not target.orders:
+        if not self._orders or not target.orders:
             return "not ordered here"
         if text.sampling.draws_guesses:
             return "drawn"
@@ -153,11 +147,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return reason
         if len(text) + target.max_depth + 1 > opening.hello.max_length:  # the drafter may refuse the next round's text
             return "limits"
-        deadline_s = self._longest_s  # may be infinite
-        if self._adaptive:
-            deadline_s = self._pace.deadline_s(self.name, arm.shape.depth, self._longest_s)
-        drafter = opening.leased.address or self.name
-        return Order(drafter, opening.id, arm.shape, opening.sent, int(min(1e6 * deadline_s, LONGEST_WAIT_US)))
+        drafter, wait_us = opening.leased.address or self.name, 1e6 * self._deadline_s(text, arm.shape)
+        return Order(drafter, opening.id, arm.shape, opening.sent, int(min(wait_us, LONGEST_WAIT_US)))
 
     def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
         """Learn of the tree that was ordered for the round that has ended. `text` has the verdict's tokens."""
@@ -176,30 +167,18 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         if verdict.missed == Missed.MALFORMED:
             self.strike()
 
-    async def prepare(self, text: Text, arm: Arm) -> None:
-        """Open the text at the drafter in the background; does nothing for an arm of another maker."""
-        if arm.maker == self.name and self._opening_task is None:
-            await self._begin_first(text)
-
-    async def _begin_first(self, text: Text) -> bool:
-        """Begin the first opening; false where the trial lets the request not speculate."""
-        # Waits until a verifier is leased or its opening has failed: requests that arrive with this one count by then.
-        await first_of(self._verifier.ready(), self._verifier.greeted.wait())
-        if self._gate.speculates:
+    def prepare(self, text: Text) -> None:
+        """Open the text at the drafter in the background, if the request may speculate."""
+        if self._opening_task is None and self._gate.speculates:
             self._begin(text)
-        return self._gate.speculates
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
         began_s = self._clock()
         self._here -= self._here > 0
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
-        # A round that gives a drawn tree up may do so because of what was drawn: it waits until the drafter is hung.
-        longest_s = FROZEN_S if text.sampling.draws_guesses else self._longest_s
-        adaptive = self._adaptive and not text.sampling.draws_guesses
-        deadline_s = self._pace.deadline_s(self.name, shape.depth, longest_s) if adaptive else longest_s
         try:
-            await asyncio.wait({work}, timeout=deadline_s)
+            await asyncio.wait({work}, timeout=self._deadline_s(text, shape))
         except asyncio.CancelledError:
             work.cancel()
             raise
@@ -217,12 +196,16 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._pause_s = FIRST_BACKOFF_S
         return tree
 
+    def _deadline_s(self, text: Text, shape: TreeShape) -> float:
+        """Seconds that a round waits for a tree; may be infinite."""
+        if text.sampling.draws_guesses:  # Giving a tree up because of what was drawn would change the law.
+            return FROZEN_S
+        return self._pace.deadline_s(self.name, shape.depth, self._longest_s) if self._adaptive else self._longest_s
+
     def _reason_after(self, error: Exception, opening: Opening[DrafterPeer], call: DraftCall, text: Text) -> str:
         """Open the text again, or release the drafter, after a call that failed; returns why the round has no tree."""
         match error:
-            case BadRequest() if error.field == TEXT_LENGTH:
-                log.info("drafter %s: refuses the text, which is too long: %s", self.name, described(error))
-                self._given_up = "limits"
+            case BadRequest() if self._gives_up_for_length(error):
                 self._release(opening, text)
                 return "limits"
             case BadAnswer() | BadRequest():
@@ -243,6 +226,14 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._back_off()
         return "lost" if isinstance(error, PeerLost) else "failed"
 
+    def _gives_up_for_length(self, error: Exception) -> bool:
+        """Use the drafter no more if this error refuses the text for its length. Returns True if it does."""
+        if not isinstance(error, BadRequest) or error.field != TEXT_LENGTH:
+            return False
+        log.info("drafter %s: refuses the text, which is too long: %s", self.name, described(error))
+        self._given_up = "limits"
+        return True
+
     def _refusal(self, text: Text, shape: TreeShape) -> str:
         """Reason why no tree of this shape can be requested; empty if one can."""
         opening, target = self._opening, self._verifier.hello
@@ -254,10 +245,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return self._given_up
         if self._late_draft is not None and not self._late_draft.done():
             return "busy"  # an earlier round's tree is late: to wait for it again would cost twice
-        for hello in (target, opening.hello if opening is not None else None):
-            if hello is not None and (shape.rows > hello.max_rows or shape.depth > hello.max_depth):
-                return "limits"
-        return ""
+        limits = [target] if opening is None else [target, opening.hello]
+        return "limits" if any(shape.rows > each.max_rows or shape.depth > each.max_depth for each in limits) else ""
 
     def _check(self, tree: DraftTree, text: Text, shape: TreeShape) -> None:
         if tree.tokens[0] != text.root:
@@ -267,14 +256,14 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         if text.sampling.draws_guesses and not _has_form(tree, shape):
             raise BadAnswer(f"tree.parents: has another form than {shape}, whose guesses are drawn")
         target = self._verifier.hello
-        if target is not None and (tree.tokens >= target.vocabulary).any():
+        if (tree.tokens >= target.vocabulary).any():
             raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
 
     async def _wait_first(self, text: Text) -> None:
         """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a
         later round, when the verifier's text is open, does not wait. Where guesses are drawn, wait until the drafter
         is hung: the tokens of an answer depend on which rounds have a tree."""
-        if self._opening is not None or self._opening_task is None:
+        if self._opening_task is None:  # the handle is closed
             return
         if text.sampling.draws_guesses:
             await asyncio.wait({self._opening_task}, timeout=FROZEN_S)
@@ -345,17 +334,12 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                     log.warning("drafter %s: is not used: %s", self.name, fault)
                     self._given_up = "mismatch"
                     return
-                target = self._verifier.hello
-                tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
                 marks = (self._saved_at,) if self._saved_at else ()
-                opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters, marks=marks)
+                opening = self._pending = Opening(leased, text, self._verifier.hello, marks)
                 async with asyncio.timeout(OPEN_S):
                     opened = await opening.open(text)
             except (DendroError, TimeoutError) as error:
-                if isinstance(error, BadRequest) and error.field == TEXT_LENGTH:
-                    log.info("drafter %s: refuses the text, which is too long: %s", self.name, described(error))
-                    self._given_up = "limits"
-                else:
+                if not self._gives_up_for_length(error):
                     log.info("drafter %s: %s; trying again later", self.name, described(error))
                 self._back_off()
                 self._close_pending(text)
@@ -392,10 +376,10 @@ class DrafterHandles:
         if arm.drafted:
             self._handle(arm.maker).strike()
 
-    async def prepare(self, text: Text, arm: Arm) -> None:
+    def prepare(self, text: Text, arm: Arm) -> None:
         """Open the text at the arm's drafter in the background, if the arm has one."""
         if arm.drafted:
-            await self._handle(arm.maker).prepare(text, arm)
+            self._handle(arm.maker).prepare(text)
 
     def order(self, text: Text, arm: Arm) -> Order | str:
         """The order of the next round's tree, or why there is none."""

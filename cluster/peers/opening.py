@@ -13,7 +13,7 @@ from dendro.errors import DendroError
 from dendro.failures import described, log_failure
 from dendro.measured import smoothed
 from dendro.tasks import BackgroundTasks, end_task
-from dendro.text import Sampling, Text
+from dendro.text import Text
 from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.peers")
@@ -85,17 +85,14 @@ class Opening(Generic[P]):
         self,
         leased: Leased[P],
         text: Text,
-        vocabulary: int = 0,
-        tokenizer: str = "",
-        sampling: Sampling | None = None,
+        target: Hello | None = None,
+        marks: tuple[int, ...] = (),
         ahead: bool = False,
         echoes: bool = False,
-        marks: tuple[int, ...] = (),
     ) -> None:
-        """vocabulary, tokenizer: the target's, if the peer is a drafter   sampling: the peer's, if it differs from the
-        text's   ahead: announces a first round of the root alone   echoes: True if the peer reports the
-        log-probabilities of the text's tokens from `Text.echo_from` on   marks: lengths of the text, beside those of
-        `Text.marks`, at which a state may have been saved"""
+        """target: hello of the text's verifier, if the peer is a drafter   marks: lengths of the text, beside those of
+        `Text.marks`, at which a state may have been saved   ahead: announces a first round of the root alone
+        echoes: True if the peer reports the log-probabilities of the text's tokens from `Text.echo_from` on"""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
@@ -103,16 +100,16 @@ class Opening(Generic[P]):
         self.sent = 0  # tokens that the peer was sent
         self._ahead = ahead
         self._parameters = RequestParameters(
-            sampling or text.sampling,
-            text.limits,
-            text.tenant,
-            text.marks + marks,
-            vocabulary,
-            tokenizer,
-            text.prompt_length,
-            text.logprobs,
-            text.echo_from if echoes else None,
-            text.structure,
+            sampling=text.sampling if target is None else text.sampling.of_drafters,
+            limits=text.limits,
+            tenant=text.tenant,
+            marks=text.marks + marks,
+            vocabulary=0 if target is None else target.vocabulary,
+            tokenizer="" if target is None else target.tokenizer,
+            prompt_length=text.prompt_length,
+            logprobs=text.logprobs,
+            echo_from=text.echo_from if echoes else None,
+            structure=text.structure,
         )
 
     async def open(self, text: Text) -> Opened:

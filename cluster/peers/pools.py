@@ -225,14 +225,12 @@ class Peers:
         self._targets = targets
         self._drafters = drafters
         self._facts: ClusterFacts | None = None
-        self._target_tokens: dict[str, tuple[int, str]] = {}  # by target: vocabulary and tokenizer, a hash
         self._paces = {target: Pace() for target in config.targets}
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
         """Use only replicas of these checkpoints from now on."""
         self._facts = facts
-        self._target_tokens = {name: (each.vocabulary, each.tokenizer) for name, each in facts.targets.items()}
 
     def verifier(
         self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
@@ -272,7 +270,6 @@ class Peers:
                 longest_s=min(self._config.router.draft_timeout_ms / 1e3, deadline_s),
                 adaptive=adaptive,
                 facts=facts.drafters[name] if facts is not None else None,
-                target_tokens=self._target_tokens.get(target, (0, "")),
                 clock=self._clock,
                 orders=self._config.router.ordered_trees,
             )

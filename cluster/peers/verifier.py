@@ -119,8 +119,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that the text was opened again at the same verifier
-        self.hello: Hello | None = None
-        self.greeted = asyncio.Event()  # set when `hello` is known
+        self._hello: Hello | None = None  # hello of the replica that was leased last
+        self._greeted = asyncio.Event()  # set when `_hello` is known
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
@@ -128,7 +128,6 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
-        self._began_with: Hello | None = None  # hello of the first leased verifier
         first = self._lease_and_open(text) if beside is None else self._open_beside(text, beside)
         self._opening_task = self._background.start(first)
 
@@ -145,21 +144,23 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
     async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased within the
         patience."""
-        if self.hello is None and (task := self._opening_task) is not None:
-            await first_of(task, self.greeted.wait())
-            if self.hello is None:
-                await asyncio.shield(task)  # raises what ended it
-        if self.hello is None:
-            raise PeerLost("verifier: the handle is closed")
+        if self._hello is None and (task := self._opening_task) is not None:
+            await first_of(task, self._greeted.wait())
+        if self._hello is None:
+            await self._current_opening()  # raises what ended it
         return self.hello
+
+    @property
+    def hello(self) -> Hello:
+        """The hello of the leased replica."""
+        assert self._hello is not None, "first_hello() has waited for it"
+        return self._hello
 
     async def prompt_logprobs(self) -> EchoedLogprobs:
         """Wait until the text is open. Returns the log-probabilities that the opening reported, and keeps no copy.
         Raises the error that ended the opening."""
-        if self.opened is None and (task := self._opening_task) is not None:
-            await asyncio.shield(task)
-        if self.opened is None:
-            raise PeerLost("verifier: the handle is closed")
+        await self._current_opening()
+        assert self.opened is not None
         logprobs, self.opened = self.opened.logprobs, replace(self.opened, logprobs=NOT_ECHOED)
         return logprobs
 
@@ -277,8 +278,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if leased is None:
                     leased = await self._lease_but(full)
                 self._check_same(leased.hello)
-                self.hello = leased.hello
-                self.greeted.set()
+                self._hello = leased.hello
+                self._greeted.set()
                 first = self.opened is None
                 self._pending = Opening(leased, text, ahead=self._plain_first and first, echoes=first)
                 opening, opened = await self._first_open(self._pending, text)
@@ -316,13 +317,13 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
 
     async def _lease_but(self, full: Mapping[str, Overloaded]) -> Leased[VerifierPeer]:
         """Lease a replica whose address is not in `full`. Raises its error where STRIKES leases find no other."""
-        for strike in range(1, STRIKES + 1):
+        for _ in range(STRIKES):
             leased = await self._pool.lease()
             if leased.address not in full:
                 return leased
-            if strike == STRIKES or not leased.address:
-                raise full[leased.address]
-        raise AssertionError("the last lease raises")
+            if not leased.address:  # the only one: it is in this process
+                break
+        raise full[leased.address]
 
     async def _first_open(self, opening: Opening[VerifierPeer], text: Text) -> tuple[Opening[VerifierPeer], Opened]:
         """Open the text and, where that takes long, also at another replica; returns the opening that is ready first.
@@ -399,10 +400,9 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         from those of the request's first verifier (another model, dtype or exactness: `TARGET_FACTS`)."""
         if fault := checkpoint_mismatch(hello, self._facts):
             raise PeerLost(f"verifier: {fault}")
-        if self._began_with is None:
-            self._began_with = hello
-        if hello.target != self._began_with.target:
-            differ = [name for name in TARGET_FACTS if getattr(hello, name) != getattr(self._began_with, name)]
+        last = self._hello
+        if last is not None and hello.target != last.target:
+            differ = [name for name in TARGET_FACTS if getattr(hello, name) != getattr(last, name)]
             raise PeerLost(f"verifier: differs from the request's first verifier in {', '.join(differ)}")
 
 

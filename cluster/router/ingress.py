@@ -321,7 +321,7 @@ class Ingress:
                 if plan.learns:
                     self._priors.learn(job.kind, speculation.notes, job.experience)
         finish = text.finish if job.answer_length else Finish.LENGTH
-        assert finish is not None and verifier.hello is not None
+        assert finish is not None
         completed = await self._completed(job, text, answer, finish, verifier.hello.target, complete, account)
         totals.answer_s.observe(self._clock() - job.began_s)
         yield completed
@@ -383,7 +383,7 @@ class Ingress:
             if job.scores:
                 return
             recorder = await self._tree_recorder(job, speculation) if job.trees else None
-            await speculation.prepare()
+            speculation.prepare()
             async with aclosing(rounds(text, speculation, verifier, recorder or speculation)) as verdicts:
                 async for verdict in verdicts:
                     if job.written is not None:

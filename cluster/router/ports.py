@@ -52,9 +52,9 @@ class DrafterPort(Drafter, HandlePort, Protocol):
         """Called after a round whose tree was ordered. `text` has the verdict's tokens."""
         ...
 
-    async def prepare(self, text: Text, arm: Arm) -> None:
+    def prepare(self, text: Text, arm: Arm) -> None:
         """Called before a first round without a tree, if a later round will likely ask for one. Opens the text at the
-        arm's drafter in the background, if the request may speculate. Returns when the opening has begun."""
+        arm's drafter in the background, if the request may speculate."""
         ...
 
 
@@ -63,7 +63,11 @@ class VerifierPort(Verifier, HandlePort, Protocol):
 
     moves: int  # number of replacements of the verifier
     reopened: int  # times that the text was opened again at the same verifier
-    hello: Hello | None  # hello of the leased replica; None until one is leased
+
+    @property
+    def hello(self) -> Hello:
+        """The hello of the leased replica; known once `first_hello` has returned."""
+        ...
 
     @property
     def opened(self) -> Opened | None:
@@ -87,7 +91,7 @@ class PeersPort(Protocol):
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterPort:
         """Called once per request, after `verifier`. Returns a handle that sends the text when a tree is first
-        requested.
+        requested, which is after `VerifierPort.first_hello` has returned.
 
         deadline_s: the request's limit on the wait for a draft; it can only shorten the configured one
         adaptive: True if the wait is also bounded by usual times of drafts and rounds (`Pace.deadline_s`)

@@ -81,11 +81,11 @@ class RequestSpeculation:
             self._experience.concurrency.learn_target(TargetSteps.of(hello))
             self.account.learn_target(hello.step_sizes)
 
-    async def prepare(self) -> None:
+    def prepare(self) -> None:
         """If the first round has no tree, open the text at the drafter of the arm that the policy would choose: a later
-        round will likely ask for its tree. Returns when the opening has begun."""
+        round will likely ask for its tree."""
         if self._plan.plain_first:
-            await self._drafters.prepare(self._text, self._plan.policy.choose(self._offer))
+            self._drafters.prepare(self._text, self._plan.policy.choose(self._offer))
 
     def choose(self) -> Arm:
         self._began_s = self._clock()

@@ -74,7 +74,9 @@ class OneHandle:
         self.drafter, self.choose, self.policy, self.stays_off = drafter, policy.choose, policy, stays_off
 
     async def draft(self, text, arm):
-        tree = await self.drafter.draft(text, arm)
+        if arm.off:
+            self.drafter.skip(text)
+        tree = DraftTree.root_only(text.root) if arm.off else await self.drafter.draft(text, arm)
         announces = not tree.guesses and self.stays_off is not None and self.stays_off()
         return DraftTree.root_only(text.root, ahead=True) if announces else tree
 
@@ -104,8 +106,9 @@ async def run(
     drafter = DrafterHandle(CHAIN.maker, drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
+        await verifier.first_hello()
         if prepared:
-            await drafter.prepare(text, CHAIN)
+            drafter.prepare(text)
         speculation = OneHandle(drafter, policy or Static(CHAIN), stays_off)
         async for verdict in rounds(text, speculation, verifier, speculation):
             lengths.append(len(verdict.tokens))

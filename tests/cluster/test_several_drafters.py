@@ -92,6 +92,7 @@ class TwoDrafters:
         drafters = self.peers.drafters("demo", text, gate, adaptive=not self.patient)
         assert isinstance(drafters, DrafterHandles)
         try:
+            await verifier.first_hello()
             async for _ in rounds(text, drafters, verifier, policy):
                 self.ended_s.append(clock())
                 each(len(policy.played))
@@ -310,6 +311,7 @@ async def test_one_pool_drafts_for_texts_of_two_targets_at_once_each_with_its_vo
     async def run(target: str, text: Text) -> None:
         verifier = peers.verifier(target, text)
         drafters = peers.drafters(target, text, RunningRequest(Concurrency(), fixed=True))
+        await verifier.first_hello()
         async for _ in rounds(text, drafters, verifier, Script([ONE])):
             pass
         await asyncio.gather(drafters.close(text), verifier.close(text))

@@ -172,7 +172,7 @@ class EdgeDrafter:
     def fallbacks(self) -> Counter[tuple[str, str]]:
         return self.lost
 
-    async def prepare(self, text: Text, arm: Arm) -> None:
+    def prepare(self, text: Text, arm: Arm) -> None:
         self.peers.prepared.append(arm)
 
     def order(self, text: Text, arm: Arm) -> str:

@@ -286,7 +286,7 @@ class NoDrafter:
     def strike(self, arm: Arm) -> None:
         return
 
-    async def prepare(self, text: Text, arm: Arm) -> None:
+    def prepare(self, text: Text, arm: Arm) -> None:
         return
 
     def order(self, text: Text, arm: Arm) -> Order | str:

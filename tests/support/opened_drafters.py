@@ -18,8 +18,8 @@ def wait_for_openings(patch: pytest.MonkeyPatch) -> None:
     draft = DrafterHandle.draft
 
     async def when_open(self: DrafterHandle, text: Text, arm: Arm) -> DraftTree:
-        await self.prepare(text, arm)
-        if arm.maker == self.name and self._opening_task is not None:
+        self.prepare(text)
+        if self._opening_task is not None:
             await asyncio.wait({self._opening_task})
         return await draft(self, text, arm)
 
