@@ -10,7 +10,6 @@ from threading import Event
 
 from dendro.answer import count_of_answers
 from dendro.calls import TARGET_BYTES
-from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
 from dendro.grammars import Grammar, GrammarText
@@ -74,7 +73,7 @@ class Job:
     session: str  # the session's token; empty: no session
     resume: pb.Resume | None  # the request's resume, its tokens removed
     record: Record | None  # record of the session so far; None: the session begins with this request
-    began_s: float  # time of admission on the router's clock
+    began_s: float  # time of the request's arrival on the router's clock
     prediction: list[PredictedText] = field(default_factory=list)
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
     tools: str | None = None  # `Record.tools` of the session after this turn
@@ -223,7 +222,6 @@ class Admission:
         sessions: Sessions,
         priors: Priors,
         experience: Mapping[str, Experiences],
-        clock: Clock,
     ) -> None:
         """served, experience: mappings by the target's name"""
         self._config = config
@@ -231,7 +229,6 @@ class Admission:
         self._sessions = sessions
         self._priors = priors
         self._experience = experience
-        self._clock = clock
         self._arms = {name: TargetArms.of(config, name) for name in config.targets}
         self._targets: dict[str, str] = {}  # `Hello.target` of the last verifier, by the target's name
 
@@ -240,14 +237,14 @@ class Admission:
         self._targets[name] = target
 
     async def admit(
-        self, request: pb.GenerateRequest, request_id: str, tenant: str, allowance: Allowance | None = None
+        self, request: pb.GenerateRequest, request_id: str, tenant: str, began_s: float, allowance: Allowance | None
     ) -> Job:
         """Check a request, once for all of its answers. Returns the job of the first answer. Raises BadRequest naming
         the field, NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where
-        the session cannot be read, or none can be begun."""
+        the session cannot be read, or none can be begun. began_s: see `Job.began_s`"""
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
-        began_s, answers = self._clock(), count_of_answers(request)
+        answers = count_of_answers(request)
         record = await self._record(request, tenant) if request.session else None
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dendro.answer import count_of_answers
+from dendro.answer import FINISHES, count_of_answers
 from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, OutOfTime
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
@@ -67,13 +66,7 @@ SEARCH_WORK = 64
 """Cost of searching a token's text for stop strings, or of preparing the search for one of their characters, in tokens
 of other work (`off_loop`)."""
 
-FINISH_REASONS = {
-    Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
-    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
-    Finish.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
-    Finish.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
-    Finish.STRUCTURE: pb.FINISH_REASON_STRUCTURE,
-}
+FINISH_REASONS = {finish: reason for reason, finish in FINISHES.items()}
 
 T = TypeVar("T")
 
@@ -118,7 +111,7 @@ class Ingress:
         }
         self._priors = Priors(priors, cards)
         self.experience = {name: Experiences() for name in config.targets}
-        self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
+        self._admission = Admission(config, served, sessions, self._priors, self.experience)
         self._acceptance = AcceptanceWatch()
         self._explained = ExplainedRequests(config.router.explained_share, config.router.explained_requests)
         self._tracer = tracer or tracer_of(config.trace)
@@ -202,7 +195,7 @@ class Ingress:
             try:
                 if share is not None:
                     share.take_answers(count_of_answers(request))
-                job = await self._admission.admit(request, request_id, tenant, allowance)
+                job = await self._admission.admit(request, request_id, tenant, began_s, allowance)
                 answer = await off_loop(_work_of_held(job), lambda: _text_of_held(job))
                 if share is not None:
                     share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
@@ -313,7 +306,8 @@ class Ingress:
                 prompt.share(text)
             try:
                 run = self._run(job, text, verifier, speculation, complete)
-                async with aclosing(_ahead(run, self._left_s(job))) as done:
+                left_s = job.began_s + self.config.router.request_timeout_s - self._clock()
+                async with aclosing(_ahead(run, left_s)) as done:
                     async for each in done:
                         yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
             finally:
@@ -406,9 +400,6 @@ class Ingress:
         tasks = [self._closing.start(handle.close(text)) for handle in handles]
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
 
-    def _left_s(self, job: Job) -> float:
-        return self.config.router.request_timeout_s - (self._clock() - job.began_s)
-
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Reason why the answer that the client holds (`Job.held`, not empty) ended; None if it is incomplete."""
         ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
@@ -458,7 +449,7 @@ class _FinishedRound:
         return pb.GenerateResponse(chunk=chunk)
 
 
-async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
+async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerator[T, None]:
     """Pass chunks on. A task makes them and runs up to AHEAD chunks ahead of the consumer.
 
     After `limit_s` seconds `chunks` is closed, even without a consumer that reads, and OutOfTime is raised after the
@@ -467,7 +458,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
     queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)
 
     async def drive() -> None:
-        limit = asyncio.timeout(limit_s if math.isfinite(limit_s) else None)
+        limit = asyncio.timeout(limit_s)
         try:
             async with limit, aclosing(chunks):
                 async for chunk in chunks:
