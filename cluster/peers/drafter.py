@@ -34,6 +34,7 @@ from cluster.peers.opening import (
     Pool,
     checkpoint_mismatch,
     log,
+    tree_fault,
 )
 from cluster.peers.verifier import VerifierHandle
 
@@ -249,15 +250,10 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         return "limits" if any(shape.rows > each.max_rows or shape.depth > each.max_depth for each in limits) else ""
 
     def _check(self, tree: DraftTree, text: Text, shape: TreeShape) -> None:
-        if tree.tokens[0] != text.root:
-            raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
-        if tree.rows > shape.rows or tree.depth > shape.depth:
-            raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depth}; requested was {shape}")
+        if fault := tree_fault(tree, text.root, shape, self._verifier.hello.vocabulary):
+            raise BadAnswer(f"tree: {fault}")
         if text.sampling.draws_guesses and not _has_form(tree, shape):
             raise BadAnswer(f"tree.parents: has another form than {shape}, whose guesses are drawn")
-        target = self._verifier.hello
-        if (tree.tokens >= target.vocabulary).any():
-            raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
 
     async def _wait_first(self, text: Text) -> None:
         """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a

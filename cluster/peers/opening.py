@@ -12,8 +12,10 @@ from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.failures import described, log_failure
 from dendro.measured import smoothed
+from dendro.shapes import TreeShape
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Text
+from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.peers")
@@ -190,3 +192,15 @@ def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     )
     parts = [f"its {name} is {theirs}, here {ours}" for name, theirs, ours in compared if theirs != ours]
     return f"it was loaded from another checkpoint: {'; '.join(parts) or 'its configuration differs'}"
+
+
+def tree_fault(tree: DraftTree, root: int, shape: TreeShape, vocabulary: int) -> str:
+    """Why a drafter's tree is not one of this shape for a text that ends with `root`; empty if it is. vocabulary: the
+    target's"""
+    if tree.tokens[0] != root:
+        return f"begins with {tree.tokens[0]}; the text's root is {root}"
+    if tree.rows > shape.rows or tree.depth > shape.depth:
+        return f"has {tree.rows} rows and depth {tree.depth}; requested was {shape}"
+    if (tree.tokens >= vocabulary).any():
+        return f"has tokens past the target's vocabulary of {vocabulary}"
+    return ""

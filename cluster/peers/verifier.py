@@ -16,6 +16,7 @@ from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fit
 from dendro.measured import microseconds
 from dendro.order import Order
+from dendro.shapes import OFF
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -32,6 +33,7 @@ from cluster.peers.opening import (
     Pool,
     checkpoint_mismatch,
     log,
+    tree_fault,
 )
 
 STEP_S = 30.0
@@ -424,14 +426,9 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello, 
         raise BadAnswer("verifier: its verdict has an ordered tree, or lacks the one that was ordered")
     if verdict.tree is not None:
         tree = verdict.tree
-        if tree.tokens[0] != text.root or (tree.guesses and verdict.missed):
-            raise BadAnswer("verifier: its verdict's tree does not begin with the text's root, or was missed")
-        if tree.guesses and (order is None or tree.rows > order.shape.rows or tree.depth > order.shape.depth):
-            raise BadAnswer(
-                f"verifier: its verdict's tree has {tree.rows} rows and depth {tree.depth}; ordered: {order}"
-            )
-        if (tree.tokens >= hello.vocabulary).any():
-            raise BadAnswer(f"verifier: its verdict's tree has tokens past the vocabulary of {hello.vocabulary}")
+        shape = OFF if order is None or verdict.missed else order.shape
+        if fault := tree_fault(tree, text.root, shape, hello.vocabulary):
+            raise BadAnswer(f"verifier: its verdict's tree {fault}")
     guesses = verdict.length - 1  # accepted guesses, also those past the verdict's cut
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise BadAnswer(
@@ -447,17 +444,13 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello, 
     if (asked or verdict.logprobs) and not fit(verdict.logprobs, len(verdict.tokens), text.logprobs, hello.vocabulary):
         raise BadAnswer(f"verifier: its log-probabilities of {len(verdict.tokens)} tokens are not those asked for")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
-    if (
-        room < 0
-        or ended is Finish.STOP_STRING  # a verifier sees no text
-        or (ended is None and (room == 0 or verdict.length != len(verdict.tokens)))
-        or (ended is Finish.LENGTH and room > 0)
-        or (ended is Finish.STRUCTURE and text.structure is None)
-        or (
-            ended not in (None, Finish.LENGTH, Finish.STRUCTURE)
-            and ended is not finish_at(verdict.tokens[-1], hello.end_ids, text.limits)
-        )
-    ):
+    # Any other finish is that of the last token, which is never a stop string's: a verifier sees no text.
+    fits = {
+        None: room > 0 and verdict.length == len(verdict.tokens),
+        Finish.LENGTH: room == 0,
+        Finish.STRUCTURE: text.structure is not None,
+    }
+    if room < 0 or not fits.get(ended, ended is finish_at(verdict.tokens[-1], hello.end_ids, text.limits)):
         raise BadAnswer(
             f"verifier: finish {ended}, N = {verdict.length}, {len(verdict.tokens)} tokens, {room} from the limit"
         )
