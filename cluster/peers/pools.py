@@ -28,7 +28,7 @@ from cluster.config import Config
 from cluster.peers.drafter import DrafterHandle, DrafterHandles, SpeculationGate
 from cluster.peers.opening import Leased, Pace, Pool
 from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream, RemoteDrafter, RemoteVerifier, Streams
-from cluster.peers.verifier import PATIENCE_S, STEP_S, VerifierHandle
+from cluster.peers.verifier import PATIENCE_S, STEP_S, STEPS, VerifierHandle
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -243,7 +243,7 @@ class Peers:
             self._targets[target],
             self._paces[target],
             self._patience_s,
-            step_s=max(STEP_S, self._config.targets[target].longest_step_s),
+            step_s=max(STEP_S, STEPS * self._config.targets[target].longest_step_s),
             facts=facts,
             clock=self._clock,
             beside=self._verifiers.get(beside) if beside is not None else None,

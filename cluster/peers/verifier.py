@@ -36,9 +36,9 @@ from cluster.peers.opening import (
     tree_fault,
 )
 
-STEP_S = 30.0
-"""Seconds that a verifier may take for a round, queue included, before it counts as hung; or as many as a step of its
-target may take, where these are more."""
+STEP_S, STEPS = 30.0, 2
+"""Seconds that a verifier may take for a round, queue included, before it counts as hung; or as many as STEPS steps of
+its target may take, where these are more: a round waits for the step in progress, and its own comes after it."""
 PATIENCE_S = 60.0
 """Seconds for which a request tries again to lease a verifier and open its text there: from its first attempt, and from
 the first failure of an opening that was sent."""

@@ -170,9 +170,9 @@ async def test_a_request_of_a_short_time_limit_is_told_before_it_that_no_replica
 
 
 @virtual_time
-async def test_a_round_may_take_as_long_as_a_step_of_its_target_may():
+async def test_a_round_may_wait_for_a_step_and_take_another_that_are_both_as_long_as_its_targets_may_be():
     target = {"checkpoint": "none", "longest_step_s": 300}
-    pool, text = FakePool(FakeVerifier(pause_s=250.0)), new_text()
+    pool, text = FakePool(FakeVerifier(pause_s=2 * 295.0)), new_text()
     peers = Peers(toy_config(targets={"toy": target}), {"toy": pool}, {}, clock=asyncio.get_running_loop().time)
     handle = peers.verifier("toy", text)
     verdict = await handle.verify(text, DraftTree.root_only(text.root))
