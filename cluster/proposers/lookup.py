@@ -71,15 +71,6 @@ class Lookup:
         for position, token in enumerate(more, start):
             self._later.setdefault(token, []).append(position)
 
-    def matched(self, text: Text) -> int:
-        """2 if the text's last two tokens occurred before, 1 if only the last one did, else 0."""
-        few = self._few(text.root)
-        earlier = self._earlier(text.root) if few is None else np.array(few, np.int32)
-        if not len(earlier):
-            return 0
-        before = self._ids[LONGEST + earlier - 1]  # -1 before the first token
-        return 2 if (before == self._ids[LONGEST + self._length - 2]).any() else 1
-
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         for rank, (end, matched) in enumerate(self._matches(text.ids)):
@@ -98,8 +89,9 @@ class Lookup:
 
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
-        few = self._few(text[-1])
-        return self._by_arrays(text) if few is None else _compared(text, few)
+        later = self._later.get(text[-1], [])
+        few = not len(self._tokens) and len(later) <= FEW + 1
+        return _compared(text, later[:-1]) if few else self._by_arrays(text)
 
     def _by_arrays(self, text: list[int]) -> list[tuple[int, int]]:
         """`_matches` for any number of earlier positions of the last token."""
@@ -123,13 +115,6 @@ class Lookup:
             best.setdefault(token, rank)
         order = order[list(best.values())[:BRANCHES]]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
-
-    def _few(self, token: int) -> list[int] | None:
-        """Earlier positions of `token`, the text's last one, in ascending order; None if there may be more than FEW."""
-        later = self._later.get(token, [])
-        if len(self._tokens) or len(later) > FEW + 1:
-            return None
-        return later[:-1]
 
     def _earlier(self, token: int) -> _Ints:
         """The newest earlier positions of `token`, the text's last one, at most SCANNED, in ascending order."""

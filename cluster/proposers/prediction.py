@@ -129,11 +129,6 @@ class PredictedOutput:
         for alignment in self._alignments:
             alignment.append(more)
 
-    def matched(self, text: Text) -> int:
-        if self._length < len(text):
-            return 0
-        return max((place.matched for each in self._alignments for place in each.places), default=0)
-
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         if self._length < len(text):
@@ -145,9 +140,9 @@ class PredictedOutput:
 
     def _follow(self, proposal: Proposal, predicted: Sequence[int], place: Place, depth: int) -> None:
         """Propose what follows a place. Guesses that other places have already proposed are not repeated."""
-        row, children = 0, proposal.children()
+        row = 0
         for offset, token in enumerate(predicted[place.next : place.next + max(depth, 0)]):
-            below = children.get(row, [])
+            below = proposal.children(row)
             same = next((child for child in below if proposal.tokens[child] == token), None)
             if same is not None:
                 row = same

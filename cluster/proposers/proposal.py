@@ -33,12 +33,9 @@ class Proposal:
     def guesses(self) -> int:
         return len(self.tokens) - 1
 
-    def children(self) -> dict[int, list[int]]:
-        """The child rows of each row that has any."""
-        below: dict[int, list[int]] = {}
-        for row in range(1, len(self.parents)):
-            below.setdefault(self.parents[row], []).append(row)
-        return below
+    def children(self, row: int) -> list[int]:
+        """The rows below `row`."""
+        return [child for child, parent in enumerate(self.parents) if parent == row]
 
 
 LEAST = 1 / 64
@@ -53,11 +50,6 @@ class Proposer(Protocol):
 
     def grow(self, text: Text) -> None:
         """Called before `propose`. Processes the tokens appended to the text since the last call."""
-        ...
-
-    def matched(self, text: Text) -> int:
-        """Called after `grow`, in less time than `propose` takes. Returns the length of the longest match, in tokens of
-        the text's end; a proposer may return 2 for any longer match."""
         ...
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:

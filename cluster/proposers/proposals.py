@@ -12,13 +12,15 @@ each round all proposals for it, verified or not, are compared with the tokens t
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
 
 import numpy as np
+from dendro.shapes import MAX_ROWS
 from dendro.text import Text
 from dendro.tree import DraftTree
 
@@ -31,7 +33,7 @@ from cluster.proposers.suffix import Outputs, Suffix
 TEXT_TOKENS = 8192
 """Most tokens of a text in its suffix automaton: some 3 MB."""
 OFFERED = 32
-"""Most rows that one proposer proposes. Paths that are not among the likeliest 32 are hardly ever accepted."""
+"""Most rows of proposals. Paths that are not among the likeliest 32 are hardly ever accepted."""
 OUTPUT_TOKENS = 8192
 """Most tokens of past answers kept for a tenant at a target."""
 COUNTED_TENANTS = 16
@@ -95,9 +97,10 @@ class Chances:
         return hope if count is None else (count.right + PRIOR * hope) / (count.of + PRIOR)
 
     def first(self, name: str, proposal: Proposal) -> float:
-        """The greatest chance of a guess that follows the root."""
-        first = (row for row in range(1, proposal.guesses + 1) if proposal.parents[row] == 0)
-        return max(self.of(_kind(name, proposal, row, 1), proposal.hopes[row]) for row in first)
+        """The greatest chance of a guess that follows the root and a match of at least two tokens; 0 without one. Most
+        tokens occurred before, and few are followed by the same one again."""
+        rows = [row for row in proposal.children(0) if proposal.matched[row] > 1]
+        return max((self.of(_kind(name, proposal, row, 1), proposal.hopes[row]) for row in rows), default=0.0)
 
     def tree(self, name: str, proposal: Proposal) -> DraftTree:
         """Make a tree with values of a proposal. Rows with a chance below LEAST, and rows below them, are left out."""
@@ -121,12 +124,10 @@ class Chances:
 
     def learn(self, name: str, proposal: Proposal, came: Sequence[int]) -> None:
         """Count which guesses of a proposal came true. came: the tokens that followed the text that it was made for"""
-        below, row = proposal.children(), 0
+        row = 0
         for depth, token in enumerate(came, start=1):
-            if row not in below:
-                return
             right = 0
-            for child in below[row]:
+            for child in proposal.children(row):
                 came_true = proposal.tokens[child] == token
                 self.counts.setdefault(_kind(name, proposal, child, depth), Count()).learn(came_true)
                 if came_true:
@@ -159,74 +160,46 @@ class Proposals:
         self._max_rows = max_rows
         self._max_depth = max_depth
         self._proposed: list[tuple[str, Proposal]] = []  # the last proposals, by proposer
-        self._made: list[DraftTree] | None = None  # the last proposals as trees with values, once they are needed
+        self._tree: DraftTree | None = None  # the last proposals merged, once they are needed
         self._base = 0  # length of the text for which the last proposals were made
         self._depth = 0  # the depth to which they were made
         self._ended = False
 
     def offer(self, text: Text, least: float = 0.0) -> DraftTree:
-        """Merge all proposals for the next round into one tree; the root alone if there are none, or if no first guess
-        has a chance of at least `least`. A tree that only one proposer made is returned as it is.
-
-        Above zero, `least` also excludes guesses after a match of a single token: most tokens occurred before, and few
-        are followed by the same one again. Deeper guesses are then made only if a first guess has that chance.
-        """
+        """Merge all proposals for the next round into one tree; the root alone if there are none, or if `least` is
+        above zero and no first guess has that chance (`Chances.first`). Deeper guesses are then not made."""
         if least:
-            if not self._matches(text):
-                return DraftTree.root_only(text.root)
-            self._propose(text, 1)
-            if not self._promises(least):
+            self.propose(text, 1)
+            if all(self._chances.first(name, proposal) < least for name, proposal in self._proposed):
                 return DraftTree.root_only(text.root)
         self.propose(text)
-        if not self._promises(least):
-            return DraftTree.root_only(text.root)
-        if len(self._trees) == 1:
-            return self._trees[0]
-        return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
+        return self._all(text.root)
 
-    def _matches(self, text: Text) -> bool:
-        """True if a proposer matches at least two of the text's last tokens."""
-        for proposer in self._proposers:
-            proposer.grow(text)
-        return any(proposer.matched(text) > 1 for proposer in self._proposers)
-
-    def propose(self, text: Text) -> None:
-        """Learn from the last proposals and make new proposals, once per length of the text."""
-        self._propose(text, self._max_depth)
-
-    def _propose(self, text: Text, most: int) -> None:
-        """Make proposals of at most this depth, unless the text's last proposals are as deep."""
+    def propose(self, text: Text, most: int = MAX_ROWS) -> None:
+        """Learn from the last proposals and make new ones, of at most this depth, unless the text has as deep ones."""
         # A guess beyond the length limit of the answer is never emitted.
-        depth = min(most, text.limits.max_length - len(text) - 1)
-        if self._base != len(text):
-            came = text.ids[self._base :]
-            for name, proposal in self._proposed:
-                self._chances.learn(name, proposal, came)
-            self._base = len(text)
-            for proposer in self._proposers if depth > 0 else ():
-                proposer.grow(text)
-        elif depth <= self._depth:
+        depth = min(most, self._max_depth, text.limits.max_length - len(text) - 1)
+        came = text.ids[self._base :]
+        if not came and depth <= self._depth:
             return
-        self._proposed, self._depth, self._made = [], depth, None
+        for name, proposal in self._proposed:
+            self._chances.learn(name, proposal, came)
+        self._proposed, self._base, self._depth, self._tree = [], len(text), depth, None
         for proposer in self._proposers if depth > 0 else ():
-            proposal = proposer.propose(text, min(OFFERED, self._max_rows), depth)
-            if proposal.guesses:
-                self._proposed.append((proposer.name, proposal))
+            proposer.grow(text)
+            self._proposed.append((proposer.name, proposer.propose(text, min(OFFERED, self._max_rows), depth)))
 
-    def _promises(self, least: float) -> bool:
-        """True if a proposal's first guess has at least this chance."""
-        return any(self._chances.first(name, proposal) >= least for name, proposal in self._proposed)
-
-    @property
-    def _trees(self) -> list[DraftTree]:
-        if self._made is None:
-            self._made = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
-        return self._made
+    def _all(self, root: int) -> DraftTree:
+        """The last proposals as one tree."""
+        if self._tree is None:
+            trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+            self._tree = merge([DraftTree.root_only(root), *trees], min(OFFERED, self._max_rows), self._max_depth)
+        return self._tree
 
     def merged(self, tree: DraftTree, rows: int) -> DraftTree:
         """A drafter's tree with the last proposals, cut to `rows` rows and to the limits of the target and the request.
         A late or lost tree is the root alone: the result then has proposals alone."""
-        return merge([tree, *self._trees], min(rows, self._max_rows), self._max_depth)
+        return merge([tree, self._all(int(tree.tokens[0]))], min(rows, self._max_rows), self._max_depth)
 
     def end(self, text: Text) -> None:
         """Record that the text has ended. May be called again."""
@@ -236,12 +209,16 @@ class Proposals:
                 proposer.end(text)
 
 
-@dataclass(slots=True)
 class TenantHistory:
     """History of one tenant's requests at a target: answers, and counts of proposals that came true."""
 
-    outputs: Outputs = field(default_factory=lambda: Outputs(OUTPUT_TOKENS))
-    chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # key: temperature class
+    def __init__(self) -> None:
+        self.chances: defaultdict[str, Chances] = defaultdict(Chances)  # key: temperature class
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """The last answers, for proposers that need them."""
+        return Outputs(OUTPUT_TOKENS)
 
 
 class ProposalLibrary:
@@ -249,7 +226,8 @@ class ProposalLibrary:
     a new tenant, which contain no text, begin with those of others."""
 
     def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
-        """names: proposers, in the order in which they win ties   max_rows, max_depth: limits of the target"""
+        """names: proposers, in the order in which they win ties; the configuration checks them   max_rows, max_depth:
+        limits of the target"""
         self._names = names
         self._max_rows = max_rows
         self._max_depth = max_depth
@@ -268,19 +246,13 @@ class ProposalLibrary:
             return None
         past = self._past(tenant)
         proposers: list[Proposer] = [] if prediction is None else [prediction]
-        proposers += [self._proposer(name, past) for name in self._names]
+        proposers += [Lookup() if name == Lookup.name else Suffix(past.outputs, TEXT_TOKENS) for name in self._names]
         chances = past.chances[temperature_class(temperature)]
         return Proposals(proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 
-    def _proposer(self, name: str, past: TenantHistory) -> Proposer:
-        if name == Lookup.name:
-            return Lookup()
-        assert name == Suffix.name, "the configuration checks the names"
-        return Suffix(past.outputs, TEXT_TOKENS)
-
     def _begun(self) -> TenantHistory:
         """History of a new tenant: no answers, and the counts of the last tenants together."""
-        others, begun = list(islice(reversed(self._pasts.values()), COUNTED_TENANTS)), TenantHistory()
+        others, begun = list(itertools.islice(reversed(self._pasts.values()), COUNTED_TENANTS)), TenantHistory()
         for kind in {kind for other in others for kind in other.chances}:
             begun.chances[kind] = usual_chances(other.chances[kind] for other in others if kind in other.chances)
         return begun
@@ -302,7 +274,7 @@ class _Guess:
     token: int
     depth: int
     chance: float = -np.inf  # log-chance given the parent: the greatest of the trees that have this guess
-    by: int = 0  # bit i is set if the i-th tree has this guess
+    drafted: bool = False  # True if the first tree has this guess
     below: dict[int, _Guess] = field(default_factory=dict)
 
 
@@ -326,21 +298,19 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
     first = trees[0]
     if any(tree.tokens[0] != first.tokens[0] for tree in trees):
         raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; they must have one root")
-    if len(trees) == 1 and first.rows <= max_rows and first.depth <= max_depth:
+    if first.rows <= max_rows and first.depth <= max_depth and not any(tree.guesses for tree in trees[1:]):
         return first
     root = _Guess(int(first.tokens[0]), 0, 0.0)
-    for number, tree in enumerate(trees):
-        _add(root, tree, 1 << number)
-    tokens, parents, values, by = [root.token], [-1], [0.0], 0
-    proposed: list[int] = []
-    found = 0
+    for tree in trees:
+        _add(root, tree, tree is first)
+    tokens, parents, values, proposed = [root.token], [-1], [0.0], list[int]()
+    found = itertools.count()
     paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first; of equals, the first found
     guess, row = root, 0
     while True:
         if guess.depth < max_depth:
             for child in guess.below.values():
-                heapq.heappush(paths, (-values[row] - child.chance, found, row, child))
-                found += 1
+                heapq.heappush(paths, (-values[row] - child.chance, next(found), row, child))
         if not paths or len(tokens) >= max_rows:
             break
         less, _, parent, guess = heapq.heappop(paths)
@@ -348,14 +318,13 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         tokens.append(guess.token)
         parents.append(parent)
         values.append(-less)
-        by |= guess.by
-        if not guess.by & 1:
+        if not guess.drafted:
             proposed.append(row)
     return DraftTree.unchecked(
         np.array(tokens, np.int64),
         np.array(parents, np.int64),
-        np.minimum(np.array(values), 0).astype(np.float32),
-        "+".join(tree.proposer for number, tree in enumerate(trees) if by >> number & 1 and tree.proposer),
+        np.array(values, np.float32),
+        first.proposer,
         first.trace,
         first.draft_us,
         first.texts,
@@ -364,7 +333,7 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
     )
 
 
-def _add(root: _Guess, tree: DraftTree, bit: int) -> None:
+def _add(root: _Guess, tree: DraftTree, drafted: bool) -> None:
     tokens, parents, values = tree.tokens.tolist(), tree.parents.tolist(), tree.values.tolist()
     guesses = [root]
     for row in range(1, tree.rows):
@@ -373,5 +342,5 @@ def _add(root: _Guess, tree: DraftTree, bit: int) -> None:
         if guess is None:
             guess = above.below[tokens[row]] = _Guess(tokens[row], above.depth + 1)
         guess.chance = max(guess.chance, min(values[row] - values[parents[row]], 0.0))
-        guess.by |= bit
+        guess.drafted |= drafted
         guesses.append(guess)

@@ -208,9 +208,6 @@ class Suffix:
             row = proposal.add(parent, token, matched, hope)
             chance, matched = -less, matched + 1
 
-    def matched(self, text: Text) -> int:
-        return self._longest(text)[2]
-
     def end(self, text: Text) -> None:
         self._outputs.add(text.answer)
 
