@@ -97,8 +97,7 @@ class RankTrace:
     tokens it ranks. Tokens that an earlier trace of the drafter has ranked are left out."""
 
     _depths: list[int] = field(default_factory=list)  # place of each answer token in its round, from 1 on
-    _traced: dict[str, int] = field(default_factory=dict)  # by drafter: tokens before its last trace
-    _gaps: dict[str, bool] = field(default_factory=dict)  # by drafter: True if its last trace left tokens unranked
+    _traced: dict[str, int] = field(default_factory=dict)  # by drafter: tokens before its last trace with ranks
 
     def learn(self, drafter: str, tree: DraftTree, verdict: Verdict) -> Ranked:
         """Record a round. Returns the tokens that its tree's trace ranks, all from earlier rounds; a later trace ranks
@@ -110,10 +109,10 @@ class RankTrace:
         count = min(len(tree.trace), unranked) if len(tree.trace) <= LONGEST_TRACE else 0
         ranks = tuple(min(rank, RANKED) for rank in tree.trace.tolist()[len(tree.trace) - count :])
         depths = tuple(self._depths[len(self._depths) - count :])
-        joined = count == unranked and not self._gaps.get(drafter, False)
-        self._traced[drafter], self._gaps[drafter] = len(self._depths), not count and unranked > 0
+        if count:
+            self._traced[drafter] = len(self._depths)
         self._depths += range(1, len(verdict.tokens) + 1)
-        return Ranked(ranks, depths, joined)
+        return Ranked(ranks, depths, joined=count == unranked)
 
 
 class Replay:
