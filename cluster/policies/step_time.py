@@ -157,11 +157,11 @@ class StepTime:
             return 0.0
         solved = self._current(target)
         after, last = bisect_left(solved.rows, rows), len(solved.rows) - 1
-        if 0 < after <= last:
-            return line_through(solved.rows[after - 1 : after + 1], solved.us[after - 1 : after + 1], rows)
         end = min(after, last)
         if rows == solved.rows[end]:
             return solved.us[end]
+        if 0 < after <= last:
+            return line_through(solved.rows[after - 1 : after + 1], solved.us[after - 1 : after + 1], rows)
         fitted = step_at(solved.fit, solved.rows[end])
         return solved.us[end] * (step_at(solved.fit, rows) / fitted) if fitted else solved.us[end]
 
