@@ -42,19 +42,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.arms import OFF_ARM, Arm, drafters_of
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies.costs import EmittedLength, Prices
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
-from cluster.policies.replay import Ranked, RankTrace, Replay, replayed, step_tables
+from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
+from cluster.policies.trial import SpeculationTrial
 
 BETA = 0.2
 """Factor of the bonus b_k."""
@@ -126,23 +126,16 @@ class ArmEstimate:
         return max(self.tokens - self.bonus, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyArms:
-    """Arms among which a policy chooses, and what the policies of all requests with these arms have in common."""
+@dataclass(slots=True)
+class MakerRounds:
+    """What a text has seen of one maker's trees."""
 
-    trees: tuple[Arm, ...]  # all but `off`
-    drafters: tuple[str, ...]
-    replayed: tuple[Arm, ...]  # arms whose emitted tokens ranks determine
-    shapes: Mapping[str, tuple[TreeShape, ...]]  # by drafter: shapes of its replayed arms
-
-    @classmethod
-    @functools.lru_cache(maxsize=64)
-    def of(cls, arms: tuple[Arm, ...]) -> PolicyArms:
-        drafters, found = drafters_of(arms), tuple(arm for arm in arms if replayed(arm.shape))
-        shapes = {name: tuple(arm.shape for arm in found if arm.maker == name) for name in drafters}
-        for each in shapes.values():
-            step_tables(each)  # `step_tables` keeps them, so no request computes them.
-        return cls(tuple(arm for arm in arms if not arm.off), drafters, found, shapes)
+    before: int = 0  # tokens of the text before the maker's last tree
+    spacing: float = 0.0  # tokens between trees that likely do not pay
+    opening: int = OPENING_ROUNDS  # rounds left in which a missing tree is not counted
+    charged: bool = False  # True if the opening of the text at the drafter is counted in D
+    pause: int = 1  # rounds of pause that the next missing tree will cause
+    resumes: int = 0  # number of the round from which on the drafter is asked again
 
 
 class ConservativeUCB:
@@ -163,32 +156,28 @@ class ConservativeUCB:
     """
 
     def __init__(self, arms: Sequence[Arm], experience: Experience, prior: Prior = NO_PRIOR) -> None:
+        """arms: `off` is among them"""
         self.arms = tuple(arms)
         self.experience = experience
         self._prior = prior
-        common = PolicyArms.of(self.arms)
-        self._trees, self._replayed = common.trees, common.replayed
-        self._may_be_off = OFF_ARM in self.arms
-        self._proposes = any(arm.proposed for arm in self.arms)
+        self._trees = tuple(arm for arm in self.arms if not arm.off)
+        self._proposes = any(arm.proposed for arm in self._trees)
+        self._makers = {arm.maker: MakerRounds() for arm in self._trees}
         self._trace = RankTrace()
-        self._unranked = dict.fromkeys(common.drafters, 0)  # by drafter: tokens since its last tree
-        self._exploring = False  # True if the current round's arm likely does not pay
-        self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
-        self._tokens = 0  # tokens emitted by the text's rounds so far
+        self._replays: dict[str, Replay] = {}  # by drafter, from its first trace on
+        self._place = experience.concurrency.next_place()
+        self._rounds = 0  # rounds of the text so far
+        self._tokens = 0  # tokens emitted by them
+        self._off_rounds = 0  # consecutive rounds of `off` before the current one
+        self._last_maker = ""  # maker of the previous round's tree; empty without a tree
         self._lost_us = 0.0  # D: microseconds that rounds with trees took beyond those of plain rounds for their tokens
         self._promised = self._came = 0.0  # tokens that played proposals promised; tokens accepted of them
-        self._place = experience.concurrency.next_place()
-        self._last_maker = ""  # maker of the previous round's tree; empty without a tree
-        self._charged = set[str]()  # drafters whose opening is counted in D
-        self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds left for its opening
-        self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
-        self._pauses: dict[str, int] = {}  # by drafter: rounds of pause that its next missing tree will cause
-        self._offer: DraftTree | None = None  # proposals for the next round
-        self._held: dict[Arm, ArmEstimate] = {}  # estimates of drafted arms, kept while the text stays `off`
+        self._offer: DraftTree | None = None  # proposals for the current round
+        self._drafted: list[ArmEstimate] = []  # estimates of drafted arms, kept while the text stays `off`
         self._least = 0.0  # chance of a first guess below which no proposal pays, kept while the text stays `off`
-        self._excluded = False  # True while the trial keeps this text from guessing
-        self._off_rounds = 0  # consecutive rounds of `off` before the current one
         self._wanted: Arm | None = None  # the last choice if it was a tree, which may be drafted a round later
+        self._exploring = False  # True if the current round's arm likely does not pay
+        self._excluded = False  # True while the trial keeps this text from guessing
         self._passed = False  # True if the round is `off`, no arm could be chosen, and only tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
@@ -207,13 +196,9 @@ class ConservativeUCB:
             return found
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM) or math.inf
-        if any(arm.drafted and length.mean * plain_us > self._us(arm, prices) for arm, length in found.items()):
+        if any(arm.drafted and length.mean * plain_us > _us(arm, prices) for arm, length in found.items()):
             return found
         return {arm: length for arm, length in found.items() if not arm.drafted}
-
-    @functools.cached_property
-    def _replays(self) -> dict[str, Replay]:
-        return {drafter: Replay(shapes) for drafter, shapes in PolicyArms.of(self.arms).shapes.items()}
 
     def estimate(self, arm: Arm, prices: Prices) -> ArmEstimate:
         """Predict an arm's next round. An arm without any data gets 1 token and a bonus of its whole depth."""
@@ -221,142 +206,117 @@ class ConservativeUCB:
             return ArmEstimate(arm, 1.0, 0.0, prices.predicted_us(arm) or 1.0)
         if arm.proposed and self._offer is not None:
             promised, (share, error) = promised_tokens(self._offer, arm.rows), self._share_that_came
-            us = self._us(arm, prices, min(arm.rows, self._offer.rows))
+            us = _us(arm, prices, min(arm.rows, self._offer.rows))
             return ArmEstimate(arm, 1 + share * promised, error * promised, us)
         length = self.lengths[arm]
         if not length.rounds:
             length = self._guessed(arm)
         bonus = self._bonus / math.sqrt(min(length.rounds, SURE_ROUNDS)) if length.rounds else float(arm.depth)
-        return ArmEstimate(arm, length.mean if length.rounds else 1.0, bonus, self._us(arm, prices))
+        return ArmEstimate(arm, length.mean if length.rounds else 1.0, bonus, _us(arm, prices))
 
     def choose(self, offer: Offer | None = None) -> Arm:
-        chosen = self._choice(offer)
+        concurrency = self.experience.concurrency
+        trial = concurrency.trial
+        self._resting = trial is not None and trial.resting
+        self._excluded = trial is not None and not concurrency.may_guess(trial, self._place)
+        self._passed = False
+        if self._excluded:
+            chosen = OFF_ARM
+        else:
+            chosen = self._choice_alone(offer) if trial is None else self._choice_beside_others(trial, offer)
         self._wanted = None if chosen.off else chosen
         return chosen
 
-    def _choice(self, offer: Offer | None) -> Arm:
-        concurrency = self.experience.concurrency
-        trial = concurrency.trial if self._may_be_off else None
-        self._resting = trial is not None and trial.resting
-        self._excluded = trial is not None and not (self._trees and concurrency.may_guess(trial, self._place))
-        if self._excluded:
+    def _choice_beside_others(self, trial: SpeculationTrial, offer: Offer | None) -> Arm:
+        """Choose the arm of a text that the trial lets guess."""
+        prices = self.experience.prices()
+        estimates = self._estimates(prices, offer)
+        if not estimates:
             return OFF_ARM
-        self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
-        settled = trial is None and self._may_be_off and self._off_rounds > HELD_ROUNDS
-        held = settled and self._wanted is None and self._off_rounds % HELD_ROUNDS > 0
-        apart = 2 if self._off_rounds < 4 * HELD_ROUNDS else 4
-        self._passed = held and self._off_rounds % apart > 0
+        best, plain_us = estimates[0], prices.predicted_us(OFF_ARM)
+        if plain_us is not None:
+            trial.predict(best.index * plain_us)
+        return best.arm if trial.repays(best.tokens + best.bonus) else OFF_ARM
+
+    def _choice_alone(self, offer: Offer | None) -> Arm:
+        """Choose the arm of a text that runs alone, by index and budget."""
+        off = self._off_rounds
+        held = off > HELD_ROUNDS and off % HELD_ROUNDS > 0 and self._wanted is None
+        self._passed = held and off % (2 if off < 4 * HELD_ROUNDS else 4) > 0
         if self._passed:
             return OFF_ARM
-        prices, fresh = self.experience.prices(), self._off_rounds % HELD_ROUNDS == 0
-        if fresh:
-            self._held.clear()
-        if not self._off_rounds or trial is not None:
-            self._least = 0.0
-        elif fresh or self._off_rounds == 1:
-            self._least = self._least_chance(prices)
-        self._offer = offer(self._least) if offer and self._proposes else None
-        if held and (self._offer is None or not self._offer.guesses):
-            self._passed = True
+        prices = self.experience.prices()
+        plain_us = prices.predicted_us(OFF_ARM)
+        if plain_us is None:
             return OFF_ARM
-        asked = [arm for arm in self._trees if arm.maker not in self._paused]
-        if self._may_be_off and not asked:
+        if off == 1 or off % HELD_ROUNDS == 0:
+            self._least = self._least_chance(prices, plain_us)
+        estimates = self._estimates(prices, offer, self._least if off else 0.0, held)
+        self._passed = held and not estimates
+        if not estimates or estimates[0].index <= 1 / plain_us:
             return OFF_ARM
-        estimates = self._estimates(asked or self._trees, prices)
-        best = max(estimates, key=lambda each: (each.index, -each.arm.rows), default=None)
-        if best is None:
-            return OFF_ARM
-        if not self._may_be_off:
+        best = estimates[0]
+        seen = self._makers[best.arm.maker]
+        unranked = self._tokens - seen.before
+        rested = unranked >= seen.spacing
+        self._exploring = best.tokens / best.us <= 1 / plain_us
+        if (rested or not self._exploring) and self._affords(best, prices, plain_us):
             return best.arm
-        plain, timed = self.estimate(OFF_ARM, prices), prices.predicted_us(OFF_ARM) is not None
-        if trial is not None:
-            if trial.pilot is not None and timed:
-                trial.predict(best.index / plain.index)
-            return best.arm if trial.repays(best.tokens + best.bonus) else OFF_ARM
-        if not timed:
-            return OFF_ARM
-        return self._within_budget(best, estimates, plain)
+        self._exploring = True
+        if rested and unranked >= PROBED_TOKENS:
+            probes = [each for each in estimates if each.arm.maker == best.arm.maker and replayed(each.arm.shape)]
+            probe = min(probes, key=lambda each: (each.us, each.arm.rows), default=None)
+            if probe is not None and self._affords(probe, prices, plain_us):
+                return probe.arm
+        return OFF_ARM
 
-    def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
-        """Estimate these arms, without arms of proposals if there are no proposals. Drafted arms keep their estimates
-        for up to HELD_ROUNDS rounds of `off`, since they change little meanwhile."""
-        found = []
-        for arm in arms:
-            if arm.proposed and self._offer is not None:
-                if self._offer.guesses or not self._may_be_off:
-                    found.append(self.estimate(arm, prices))
-                continue
-            held = self._held.get(arm)
-            if held is None:
-                held = self._held[arm] = self.estimate(arm, prices)
-            found.append(held)
-        return found
+    def _estimates(
+        self, prices: Prices, offer: Offer | None, least: float = 0.0, held: bool = False
+    ) -> list[ArmEstimate]:
+        """Look at proposals, and estimate the arms that this round may play, the one of greatest index first. Drafted
+        arms keep their estimates for up to HELD_ROUNDS rounds of `off`, since they change little meanwhile.
 
-    def _least_chance(self, prices: Prices) -> float:
+        least: chance of a first guess below which no proposal is played   held: True to leave out drafted arms
+        """
+        if not self._drafted or self._off_rounds % HELD_ROUNDS == 0:
+            self._drafted = [self.estimate(arm, prices) for arm in self._trees if arm.drafted]
+        found = [] if held else [each for each in self._drafted if self._makers[each.arm.maker].resumes <= self._rounds]
+        self._offer = offer(least) if offer and self._proposes else None
+        if self._offer is not None and self._offer.guesses:
+            found += [self.estimate(arm, prices) for arm in self._trees if arm.proposed]
+        return sorted(found, key=lambda each: (-each.index, each.arm.rows))
+
+    def _least_chance(self, prices: Prices, plain_us: float) -> float:
         """Chance of a first guess below which no arm of proposals pays: a tree of n guesses promises at most n times
         that many tokens."""
-        plain_us = prices.predicted_us(OFF_ARM)
-        if plain_us is None or not self._may_be_off:
-            return 0.0
         share = sum(self._share_that_came)
         needed = (
-            (self._us(arm, prices, rows) / plain_us - 1) / (share * (rows - 1))
+            (_us(arm, prices, rows) / plain_us - 1) / (share * (rows - 1))
             for arm in self._trees
             for rows in (2, arm.rows)
             if arm.proposed
         )
         return max(min(needed, default=0.0), 0.0)
 
-    def _within_budget(self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate) -> Arm:
-        """Choose the arm of a text that runs alone, by index and budget."""
-        if best.index <= plain.index:
-            return OFF_ARM
-        self._exploring = best.tokens / best.us <= plain.index
-        if (not self._exploring or self._rested(best.arm)) and self._affords(best, plain.us):
-            return best.arm
-        self._exploring = True
-        if self._unranked.get(best.arm.maker, 0) >= PROBED_TOKENS and self._rested(best.arm):
-            probes = [each for each in estimates if each.arm.maker == best.arm.maker and each.arm in self._replayed]
-            probe = min(probes, key=lambda each: (each.us, each.arm.rows), default=None)
-            if probe is not None and self._affords(probe, plain.us):
-                return probe.arm
-        return OFF_ARM
-
-    def _rested(self, arm: Arm) -> bool:
-        """True if the tokens since the last tree of the arm's drafter have reached the drafter's spacing."""
-        return arm.maker not in self._spacing or self._unranked[arm.maker] >= self._spacing[arm.maker]
-
-    def _affords(self, each: ArmEstimate, plain_us: float) -> bool:
+    def _affords(self, each: ArmEstimate, prices: Prices, plain_us: float) -> bool:
         """True if a round of this arm that emits only its lower bound stays within the text's budget."""
-        loss_us = each.us - plain_us * each.least
-        first = FIRST_ROUNDS if each.arm.maker in self._unknown else 0.0
-        if (known := self._first.get(each.arm)) is not None:
-            gain = known.mean - each.us / plain_us
-            first += min(max(EARNING * gain, 0.0), MOST_RISKED)
+        loss_us, known = each.us - plain_us * each.least, self._first.get(each.arm)
+        if known is not None:
+            first = min(max(EARNING * (known.mean - each.us / plain_us), 0.0), MOST_RISKED)
+        else:
+            first = FIRST_ROUNDS if each.arm.drafted and not self._prior.knows(each.arm.maker) else 0.0
         budget_us = (BUDGET * self._tokens + first) * plain_us
-        lost_us = self._lost_us + self._charge_us(each, plain_us) + self._switching_us(each.arm)
+        lost_us = self._lost_us + self._opening_us(each, plain_us) + prices.switching_us(each.arm, self._last_maker)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
-    def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
-        """Microseconds of opening the text at the arm's drafter that count as lost: 0 if the arm has a prior and
-        EARNING rounds are predicted to earn the opening back."""
-        opening_us = self._opening_us(each.arm)
-        known = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
-        return 0.0 if known else opening_us
-
-    def _switching_us(self, arm: Arm) -> float:
-        """Microseconds by which this round takes longer with this arm than predicted, as the previous round had no tree
-        of its drafter."""
-        return 0.0 if arm.maker == self._last_maker else self.experience.prices().switching_us(arm)
-
-    def _opening_us(self, arm: Arm) -> float:
-        """Microseconds that opening the text at the arm's drafter will cost; 0 if `_lost_us` includes them already."""
-        return self.experience.costs.opening.us if arm.drafted and arm.maker not in self._charged else 0.0
-
-    @functools.cached_property
-    def _unknown(self) -> set[str]:
-        """Names of drafters of which the prior has neither ranks nor lengths."""
-        return self._unranked.keys() - self._prior.ranks.keys() - {arm.maker for arm in self._prior.lengths}
+    def _opening_us(self, each: ArmEstimate, plain_us: float) -> float:
+        """Microseconds of opening the text at the arm's drafter that count as lost: 0 if they are counted already, or
+        if the arm has a prior and EARNING rounds are predicted to earn them back."""
+        if not each.arm.drafted or self._makers[each.arm.maker].charged:
+            return 0.0
+        opening_us = self.experience.costs.opening.us
+        earned = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
+        return 0.0 if earned else opening_us
 
     @property
     def next_arm(self) -> Arm | None:
@@ -366,66 +326,73 @@ class ConservativeUCB:
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self._off_rounds = self._off_rounds + 1 if arm.off else 0
-        if self._resting:
-            self._last_maker = ""
-            return
-        ranked = self._trace.learn(arm.maker, tree, verdict)
-        self._count(arm, tree, verdict)
-        if self._passed:
-            return
-        if arm.drafted:
-            self._pause(arm.maker, tree.missed and not tree.guesses)
-        if self._openings.get(arm.maker):
-            self._openings[arm.maker] -= 1
-            if tree.missed and not tree.draft_us:
-                return
-            self._openings[arm.maker] = 0
-        # Read before this round is learnt: new lengths begin with what earlier rounds taught.
-        lengths = {} if self._excluded else self.lengths
-        if lengths and arm.drafted and ranked.ranks:
-            self._replay(arm.maker, ranked)
-        self.experience.learn(arm, tree, verdict)
-        if arm in lengths and not (arm in self._replayed and self._replays[arm.maker].positions and not tree.missed):
-            lengths[arm] = lengths[arm].at_most(LATEST_ROUNDS)
-            lengths[arm].learn(verdict.length)
-        self.__dict__.pop("_bonus", None)
-
-    def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
-        self._tokens += verdict.length
         last_maker, self._last_maker = self._last_maker, "" if tree.missed else arm.maker
-        for drafter in self._unranked:
-            self._unranked[drafter] += verdict.length
+        if self._resting:
+            return
+        self._rounds += 1
+        ranked = self._trace.learn(arm.maker, tree, verdict)
+        self._count(arm, tree, verdict, last_maker)
+        if self._passed or (arm.drafted and self._opens(self._makers[arm.maker], tree)):
+            return
+        if not arm.off:
+            self._learn_length(arm, tree, verdict, ranked)
+        self.experience.learn(arm, tree, verdict)
+
+    def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict, last_maker: str) -> None:
+        """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
+        before = self._tokens
+        self._tokens += verdict.length
         if arm.off:
             if self._off_rounds <= STAYING < self._tokens:  # a tree came shortly before: the round was not begun ahead
-                self._lost_us += self.experience.prices().ahead_us
+                self._lost_us += self.experience.costs.ahead.us
             return
         if arm.proposed and self._offer is not None:
             self._promised += promised_tokens(self._offer, arm.rows)
             self._came += verdict.length - 1
-        prices = self.experience.prices()
-        plain_us = prices.predicted_us(OFF_ARM)
-        if arm.drafted and arm.maker not in self._charged:
-            self._lost_us += self._charge_us(self.estimate(arm, prices), plain_us or 0.0)
-            self._charged.add(arm.maker)
+        prices, seen = self.experience.prices(), self._makers[arm.maker]
+        plain_us = prices.predicted_us(OFF_ARM) or 0.0
+        if arm.drafted and not seen.charged:
+            self._lost_us += self._opening_us(self.estimate(arm, prices), plain_us)
+            seen.charged = True
         spent_us = prices.spent_us(arm, tree, last_maker)
-        if plain_us is not None:
+        if plain_us:
             self._lost_us += spent_us - plain_us * verdict.length
         if arm.drafted and not tree.missed:
-            self._unranked[arm.maker] = verdict.length
-            if self._exploring and plain_us is not None:
+            seen.before = before
+            if self._exploring and plain_us:
                 paid = verdict.length * plain_us > spent_us
-                self._spacing[arm.maker] = (
-                    0.0 if paid else min(max(1.0, SPACING_GROWTH * self._spacing[arm.maker]), LONGEST_SPACING)
-                )
+                seen.spacing = 0.0 if paid else min(max(1.0, SPACING_GROWTH * seen.spacing), LONGEST_SPACING)
+
+    def _opens(self, seen: MakerRounds, tree: DraftTree) -> bool:
+        """Pause a drafter whose tree is missing. True if the round counts for no arm, since the drafter may still be
+        opening the text."""
+        if not tree.missed:
+            seen.opening, seen.pause = 0, 1
+            return False
+        if not tree.guesses:
+            seen.resumes, seen.pause = self._rounds + seen.pause, PAUSE_GROWTH * seen.pause
+        seen.opening = 0 if tree.draft_us else seen.opening - 1
+        return seen.opening >= 0 and not tree.draft_us
+
+    def _learn_length(self, arm: Arm, tree: DraftTree, verdict: Verdict, ranked: Ranked) -> None:
+        """Learn the mean tokens of the drafter's static arms from a trace's ranks, by replay, and those of any other
+        arm from its round."""
+        if ranked.ranks:
+            self._replay(arm.maker, ranked)
+        replay = self._replays.get(arm.maker)
+        if replay is None or tree.missed or arm.shape not in replay.shapes:
+            length = self.lengths[arm] = self.lengths[arm].at_most(LATEST_ROUNDS)
+            length.learn(verdict.length)
 
     def _replay(self, drafter: str, ranked: Ranked) -> None:
         """Replay a trace's ranks and set the mean tokens of the drafter's static arms from it."""
+        arms = [arm for arm in self._trees if arm.maker == drafter and replayed(arm.shape)]
+        if drafter not in self._replays:
+            self._replays[drafter] = Replay([arm.shape for arm in arms])
         replay = self._replays[drafter]
         if not ranked.joined:
             replay.cut()
         replay.feed(ranked.ranks)
-        arms = [arm for arm in self._replayed if arm.maker == drafter]
         for arm, tokens, rounds in zip(arms, replay.tokens.tolist(), replay.rounds.tolist(), strict=True):
             prior = self._first.get(arm, EmittedLength())
             if rounds + prior.rounds:
@@ -444,20 +411,14 @@ class ConservativeUCB:
         most = max((length.mean for length in others), default=None)
         return EmittedLength() if most is None else EmittedLength(min(most, arm.depth + 1), 1.0)
 
-    def _us(self, arm: Arm, prices: Prices, rows: float | None = None) -> float:
-        us = prices.predicted_us(arm, rows)
-        return max(UNPRICED * prices.verify_us(arm.rows), 1.0) if us is None else us
-
-    @functools.cached_property
+    @property
     def _bonus(self) -> float:
         """BETA * sqrt(2 ln t), the bonus of an arm that was played once."""
         total = self._tokens + sum(length.rounds for length in self._first.values())
         return BETA * math.sqrt(2 * math.log(max(total, math.e)))
 
-    def _pause(self, drafter: str, missed: bool) -> None:
-        """Pause a drafter whose tree was missing, PAUSE_GROWTH times as long as its last pause."""
-        if not missed:
-            self._pauses.pop(drafter, None)
-            return
-        rounds = self._pauses.get(drafter, 1)
-        self._paused[drafter], self._pauses[drafter] = 1 + rounds, PAUSE_GROWTH * rounds
+
+def _us(arm: Arm, prices: Prices, rows: float | None = None) -> float:
+    """Predicted microseconds of a round of this arm, also if its drafter was never timed."""
+    us = prices.predicted_us(arm, rows)
+    return max(UNPRICED * prices.costs.verify_us(arm.rows, prices.target), 1.0) if us is None else us

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +29,6 @@ from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from tree_kernels import ROW_MULTIPLE
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies.step_time import StepTime, TargetSteps, nonnegative_fit, usual_step_time
@@ -71,11 +70,6 @@ def mode_class(mode: VerificationMode) -> str:
     """Class of verification modes with similar acceptance rates: a mode of LISTED_MODES is its own class; the others,
     whose drafters rank by the target's noise, are one class, named by the empty text."""
     return str(mode) if mode in LISTED_MODES else ""
-
-
-def row_class(rows: int) -> int:
-    """Class of trees that cost a step about as much: the tree's rows, rounded up to a multiple of ROW_MULTIPLE."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 @functools.lru_cache(maxsize=4096)  # cached: called several times a round
@@ -281,9 +275,9 @@ class Costs:
     draft: dict[Arm, Cost] = field(default_factory=dict)  # by arm: a draft's time, over the texts drafted together
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # smoothed number of texts in a step
-    tried: Counter[int] = field(default_factory=Counter)  # rounds by row class
-    rows: dict[Arm, float] = field(default_factory=dict)  # by arm: smoothed number of rows in a tree
-    rate: Rate = field(default_factory=Rate)  # tokens and time of all rounds, decayed
+    rounds: int = 0  # rounds whose draft or step was measured, the first one included, which is cold
+    rows: dict[Arm, float] = field(default_factory=dict)  # by arm of proposals or `until`: smoothed rows of a tree
+    rate: Rate = field(default_factory=Rate)  # tokens and time of the rounds of requests with a stop rule, decayed
     stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)  # by `until` arm: what its drafts gave
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # one per drafter
 
@@ -309,7 +303,7 @@ class Costs:
         self._planes[arm.maker].note(cost)
 
     def verify_us(self, rows: float, target: TargetSteps) -> float:
-        """A text's share, in microseconds, of a step in which every text has `rows` rows."""
+        """A text's share, in microseconds, of a step in which every text has `rows` rows; 0 if no step was measured."""
         return self.step.at(target.padded(round(self.texts * rows)), target) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
@@ -344,15 +338,8 @@ class Costs:
             draft={arm: cost.at_most(most) for arm, cost in self.draft.items()},
             step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
-            tried=Counter({rows: min(count, most) for rows, count in self.tried.items()}),
+            rounds=min(self.rounds, most),
         )
-
-    def begin(self, hint: Costs) -> None:
-        """Replace all costs by those of `hint`, but for `rows`, `rate` and `stopped`."""
-        self.hops, self.ahead, self.opening = hint.hops, hint.ahead, hint.opening
-        self.draft, self.step = hint.draft, hint.step
-        self.texts, self.tried = hint.texts, hint.tried
-        self._planes.clear()
 
 
 def hops(arm: Arm) -> int:
@@ -360,8 +347,9 @@ def hops(arm: Arm) -> int:
     return 2 if arm.drafted else 1
 
 
+@dataclass(frozen=True, slots=True)
 class Prices:
-    """Predicts round times from the current costs under one load class. A policy makes one for each choice.
+    """Predicts round times from the current costs under one load class.
 
     A plain step of 10 ms, a draft of 2 ms, and calls of 0.1 ms beyond the peers' own time:
 
@@ -374,11 +362,8 @@ class Prices:
     12200.0
     """
 
-    __slots__ = ("_costs", "_target", "_verify_us")
-
-    def __init__(self, costs: Costs, target: TargetSteps) -> None:
-        self._costs, self._target = costs, target
-        self._verify_us: dict[float, float] = {}  # by rows, as computed so far: arms share numbers of rows
+    costs: Costs
+    target: TargetSteps
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round of this arm, played before or not: a text's share of draft, step and hops.
@@ -389,15 +374,15 @@ class Prices:
         be. Drafted arms are priced as if the previous round's tree had the same drafter; otherwise a round takes
         `switching_us` longer.
         """
-        costs = self._costs
+        costs = self.costs
         if not costs.step.sizes:
             return None
         draft_us = costs.draft_us(arm) if arm.drafted else 0.0
         if draft_us is None:
             return None
-        if rows is None:
-            rows = self._rows(arm)
-        verify_us = self.verify_us(rows)
+        if rows is None:  # proposals and `until` shapes seldom fill the shape
+            rows = costs.rows.get(arm, arm.rows)
+        verify_us = costs.verify_us(rows, self.target)
         ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
         return max(draft_us + verify_us + hops(arm) * costs.hop_us(round_kind(arm, arm.maker)) - ahead_us, LEAST_US)
 
@@ -408,32 +393,16 @@ class Prices:
         last_maker: maker of the tree in the previous round; empty if that round had no tree
         """
         called = OFF_ARM if tree.missed else arm
-        hop_us = self._costs.hop_us(round_kind(called, last_maker))
-        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(called) * hop_us
+        hop_us = self.costs.hop_us(round_kind(called, last_maker))
+        return tree.draft_us / tree.texts + self.costs.verify_us(tree.rows, self.target) + hops(called) * hop_us
 
-    def switching_us(self, arm: Arm) -> float:
-        """Microseconds by which a round of a drafted arm takes longer than predicted if the previous round had no tree
-        of the arm's drafter."""
-        costs = self._costs
-        if not arm.drafted or "first" not in costs.hops:
+    def switching_us(self, arm: Arm, last_maker: str) -> float:
+        """Microseconds by which a round of this arm takes longer than predicted after a round with this maker's tree;
+        0 unless the arm's drafter is another."""
+        costs = self.costs
+        if round_kind(arm, last_maker) != "first" or "first" not in costs.hops:
             return 0.0
         return max(hops(arm) * (costs.hop_us("first") - costs.hop_us("next")), 0.0)
-
-    @property
-    def ahead_us(self) -> float:
-        """Microseconds by which a round of `off` is shorter where the verifier begins it ahead."""
-        return self._costs.ahead.us
-
-    def verify_us(self, rows: float) -> float:
-        """A text's share, in microseconds, of a step in which every text has `rows` rows; 0 if no step was measured."""
-        found = self._verify_us.get(rows)
-        if found is None:
-            found = self._verify_us[rows] = self._costs.verify_us(rows, self._target)
-        return found
-
-    def _rows(self, arm: Arm) -> float:
-        """Expected rows of a round's tree; measured for proposals and `until` shapes, which seldom fill the shape."""
-        return arm.rows if arm.drafted and not arm.stops else self._costs.rows.get(arm, arm.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +457,7 @@ def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
         draft={arm: _median(each.draft[arm] for each in measured if arm in each.draft) for arm in arms},
         step=usual_step_time([each.step for each in measured], target),
         texts=statistics.median_low(each.texts for each in measured),
-        tried=sum((each.tried for each in measured), Counter()),
+        rounds=sum(each.rounds for each in measured),
     )
 
 

@@ -21,7 +21,7 @@ from dendro.modes import VerificationMode
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
-from cluster.arms import Arm
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies.costs import (
     COST_STEP,
     KEPT,
@@ -37,7 +37,6 @@ from cluster.policies.costs import (
     load_class,
     mode_class,
     round_kind,
-    row_class,
     usual_costs,
 )
 from cluster.policies.step_time import TargetSteps
@@ -250,13 +249,13 @@ class Experience:
         if arm.drafted and chosen:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
         # The first step touches cold memory.
-        if costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict):
+        if costs.rounds and not verdict.cold and _is_usual(costs, arm, verdict):
             # A mean of 0 us would cut every later step to 0 us, as an outlier.
             us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
             costs.step.learn(self.concurrency.target.padded(verdict.step_rows), us, self.concurrency.target)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
-        costs.tried[row_class(tree.rows)] += 1
-        if chosen:
+        costs.rounds += 1
+        if chosen and (arm.proposed or arm.stops):  # the trees of other arms have the shape's rows
             rows = costs.rows.setdefault(arm, tree.rows)
             costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
@@ -278,22 +277,25 @@ class Experience:
         last_maker: maker of the tree in the text's previous round; empty if that round had no tree
         """
         costs = self._by_load[self.concurrency.load]
-        self._learn_opening(costs, arm, took_us, disturbed)
+        self._learn_opening(costs, arm, tree, took_us, disturbed)
         if _is_usual(costs, arm, verdict) and not tree.missed:
             hop = costs.hops.setdefault(round_kind(arm, last_maker), Cost())
             hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
-        costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if arm.off:
             costs.learn_ahead(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off, judged)
 
-    def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
+    def _learn_opening(self, costs: Costs, arm: Arm, tree: DraftTree, took_us: float, disturbed: bool) -> None:
         """Sum the microseconds by which a lone request's rounds exceed predictions while its text is being opened;
-        learn the sum once the text is open."""
+        learn the sum once the text is open. A round whose tree is missing is compared with a plain one; the wait for
+        the tree is a cost of drafts."""
         if self.concurrency.requests != 1:
             self._opening_us = 0.0
         elif disturbed:
-            self._opening_us += max(took_us - (self.prices().predicted_us(arm) or took_us), 0.0)
+            waited_us, played = (tree.draft_us, OFF_ARM) if tree.missed else (0, arm)
+            expected_us = self.prices().predicted_us(played)
+            if expected_us is not None:
+                self._opening_us += max(took_us - waited_us - expected_us, 0.0)
         elif self._opening_us:
             costs.opening.learn(self._opening_us)
             self._opening_us = 0.0
@@ -308,6 +310,10 @@ class Experience:
         steps of other texts. A text that is alone waits for nothing but its own work, such as noise computed ahead."""
         queue_us = verdict.queue_us if self.concurrency.requests > 1 else 0
         return max(took_us - tree.draft_us - verdict.verify_us - queue_us, 0.0) / verdict.texts
+
+    def learn_rate(self, tokens: int, share_us: float) -> None:
+        """Record a round of a request with a stop rule. share_us: the round's cost"""
+        self._by_load[self.concurrency.load].rate.learn(tokens, share_us, KEPT)
 
     def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:
         """Record a draft of an `until` arm. drafted: as the drafter sent it   verdict: on the round's tree"""
@@ -341,13 +347,13 @@ class Experience:
 
     def measured(self) -> list[tuple[int, Costs]]:
         """Load classes with measurements, and their costs."""
-        return [(load, costs) for load, costs in self._by_load.items() if costs.tried.total()]
+        return [(load, costs) for load, costs in self._by_load.items() if costs.rounds]
 
     def take(self, hints: Mapping[int, Costs]) -> None:
         """Start from a prior's costs in load classes without measurements; each cost weighs at most PRIOR_ROUNDS."""
         for load, costs in hints.items():
-            if not self._by_load[load].tried.total():
-                self._by_load[load].begin(costs.hint())
+            if not self._by_load[load].rounds:
+                self._by_load[load] = costs.hint()
 
     @property
     def draft_ratio(self) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ DEPTHS = 16
 """Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
-FORMAT = 10
+FORMAT = 11
 """Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -175,6 +174,10 @@ class Prior:
         """True if the prior has emitted lengths or ranks, with which a new request can begin."""
         return bool(self.lengths or self.ranks)
 
+    def knows(self, drafter: str) -> bool:
+        """True if a request has tried the drafter."""
+        return drafter in self.ranks or any(arm.maker == drafter for arm in self.lengths)
+
     def add(self, other: Prior) -> None:
         """Add another prior's rounds. Rounds recorded before weigh at most KEPT_ROUNDS."""
         for arm, new in other.lengths.items():
@@ -307,7 +310,7 @@ def pack_prior(prior: Prior) -> bytes:
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
                 "step": costs.step.sizes,
                 "texts": costs.texts,
-                "tried": dict(costs.tried),
+                "rounds": costs.rounds,
             }
             for load, costs in prior.costs.items()
         },
@@ -394,7 +397,7 @@ def _load(text: str) -> int:
 
 
 def _costs(content: Mapping[str, Any]) -> Costs:
-    if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS or len(content["step"]) > MOST_SIZES:
+    if len(content["draft"]) > MAX_ARMS or len(content["step"]) > MOST_SIZES:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hops={_round_kind(kind): _cost(*cost) for kind, cost in content["hops"].items()},
@@ -403,5 +406,5 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),
-        tried=Counter({int(rows): int(_number(count)) for rows, count in content["tried"].items()}),
+        rounds=int(_number(content["rounds"])),
     )

@@ -41,5 +41,6 @@ class StopRule:
         """Record a round. share_us: the round's cost (`Experience.share_us`); None if unknown"""
         if share_us is not None:
             self.rate.learn(verdict.length, share_us)
+            self.experience.learn_rate(verdict.length, share_us)
         if self._arm.stops and self._drafted is not None:
             self.experience.learn_stop(self._arm, self._drafted, verdict)

@@ -23,7 +23,6 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy, policy_named, with_chain_and_off
-from cluster.policies.conservative_ucb import PolicyArms
 from cluster.policies.prior import NO_PRIOR, Prior
 
 MODES = {
@@ -48,9 +47,8 @@ class TargetArms:
     @classmethod
     def of(cls, config: Config, target: str) -> Self:
         arms = config.arms_of(target)
-        completed = with_chain_and_off(arms)
-        PolicyArms.of(completed)  # `of` keeps it, so no request computes it.
-        return cls(config, target, config.drafters_of(target), config.names_drafters(target), arms, completed)
+        drafters, names = config.drafters_of(target), config.names_drafters(target)
+        return cls(config, target, drafters, names, arms, with_chain_and_off(arms))
 
 
 @dataclass(frozen=True, slots=True)

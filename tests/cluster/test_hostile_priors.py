@@ -112,7 +112,7 @@ def test_a_thousand_new_tenants_make_medians_for_few_of_them(monkeypatch: pytest
     assert max(made[2:]) == 1, "one load class for a tenant, once all are known"
     assert sum(made) < 200, "not for each of the tenants"
     experiences.concurrency.expected = 8
-    assert experiences.of("new").costs.tried.total() and experiences.of("new").costs.step.sizes
+    assert experiences.of("new").costs.rounds and experiences.of("new").costs.step.sizes
 
 
 def test_a_new_tenant_begins_with_costs_measured_since_the_last_one_came():
@@ -130,7 +130,7 @@ def test_a_new_tenant_begins_with_costs_measured_since_the_last_one_came():
 async def test_a_tenants_requests_share_their_costs():
     edge = ingress(SlowPeers())
     played = [*await shapes_of(edge, "acme", "walk"), *await shapes_of(edge, "acme", "walk")]
-    assert edge.experience["demo"].of("acme").costs.tried.total() == len(played)
+    assert edge.experience["demo"].of("acme").costs.rounds == len(played)
 
 
 def test_a_router_keeps_the_experience_of_a_bounded_number_of_tenants():
@@ -203,7 +203,9 @@ async def check_answer(blob: bytes, policy: str) -> None:
 @pytest.mark.parametrize("number", [0, 1e15, 1e-300])
 async def test_costs_that_are_all_one_number_fail_no_request(policy, number):
     await check_answer(changed(COSTS, number), policy)
-    await check_answer(changed([path for path in COSTS if "tried" not in path and "texts" not in path], number), policy)
+    await check_answer(
+        changed([path for path in COSTS if "rounds" not in path and "texts" not in path], number), policy
+    )
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

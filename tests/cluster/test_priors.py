@@ -98,7 +98,7 @@ def test_costs_of_a_thousand_rounds_weigh_eight():
     experience = Experience()
     experience.take(prior_of(4, 1000).costs)
     costs = experience.costs
-    assert costs.draft[CHAIN].count == costs.tried[8] == costs.step.weight == 8
+    assert costs.draft[CHAIN].count == costs.rounds == costs.step.weight == 8
     assert experience.prices().predicted_us(CHAIN) == pytest.approx(10_000 + 100 * 5 + 100 + 300 * 4 + 40 * 4)
 
 
@@ -383,7 +383,7 @@ async def test_a_tenant_whose_experience_was_dropped_begins_with_the_costs_of_it
     priors.learn(KEY, *answer(2, 20))
     dropped = Experience()
     await priors.of(KEY, dropped)
-    assert dropped.costs.tried.total() == 8
+    assert dropped.costs.rounds == 8
     await priors.settled()
 
 
@@ -485,7 +485,7 @@ async def test_an_answer_saves_a_prior_under_its_tenants_tag_with_which_another_
     other = ingress(EdgePeers(), priors=store)
     await other._priors.of(key, other.experience["demo"].of("acme"))
     await other._priors.settled()
-    assert other.experience["demo"].of("acme").costs.tried.total() == 8
+    assert other.experience["demo"].of("acme").costs.rounds == 8
 
 
 # -- arms -------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def measured(level_us: int = 2000, rounds: int = 12) -> Experience:
         tree = chain(rows - 1, level_us * (rows - 1))
         found = verdict(1 if rows == 1 else 3, rows, 20_000 + 400 * rows)
         experience.learn(arm, tree, found)
-        experience.learn_time(arm, tree, found, tree.draft_us + found.verify_us)
+        experience.learn_rate(found.length, experience.share_us(tree, found, tree.draft_us + found.verify_us))
     return experience
 
 
