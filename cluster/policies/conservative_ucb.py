@@ -164,7 +164,7 @@ class ConservativeUCB:
         self._proposes = any(arm.proposed for arm in self._trees)
         self._makers = {arm.maker: MakerRounds() for arm in self._trees}
         self._trace = RankTrace()
-        self._replays: dict[str, Replay] = {}  # by drafter, from its first trace on
+        self._replays: dict[str, Replay] = {}  # by drafter: the replay of its ranks, made with its first trace
         self._place = experience.concurrency.next_place()
         self._rounds = 0  # rounds of the text so far
         self._tokens = 0  # tokens emitted by them

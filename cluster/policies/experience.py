@@ -312,7 +312,7 @@ class Experience:
         return max(took_us - tree.draft_us - verdict.verify_us - queue_us, 0.0) / verdict.texts
 
     def learn_rate(self, tokens: int, share_us: float) -> None:
-        """Record a round of a request with a stop rule. share_us: the round's cost"""
+        """Record a round of a request with a stop rule. share_us: the round's cost (`share_us`)"""
         self._by_load[self.concurrency.load].rate.learn(tokens, share_us, KEPT)
 
     def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:

@@ -11,9 +11,9 @@ from cluster.arms import Arm
 from cluster.router.rounds import Policy
 
 Offer = Callable[[float], DraftTree]
-"""Takes the least chance of a first guess, in [0, 1]. Returns the proposers' tree for the next round, with the chances
-that its rows are reached; the root alone if no first guess has the least chance. A call takes some tenths of a
-millisecond, less for the root alone. A policy without arms of proposals does not call it."""
+"""Takes the least chance of a first guess, in [0, 1]. Returns the tree for the next round of the proposer that promises
+most, with the chances that its rows are reached; the root alone if no first guess has the least chance. A call takes
+some tenths of a millisecond, less for the root alone. A policy without arms of proposals does not call it."""
 
 
 class InformedPolicy(Policy, Protocol):

@@ -69,11 +69,6 @@ class TargetSteps:
         sizes = tuple(rows for rows in hello.step_sizes if rows <= MAX_STEP_ROWS)
         return cls(sizes, hello.attends, hello.timed_steps)
 
-    @property
-    def degree(self) -> int:
-        """Degree of the polynomial of the target's step times."""
-        return 2 if self.attends else 1
-
     def padded(self, rows: int) -> int:
         """Padded size of a step with `rows` rows."""
         at = bisect_left(self.sizes, rows)
@@ -223,7 +218,7 @@ class _Solved:
         return fit_steps(
             [*self.measured, *self.loaded],
             [*(us for _, us in self.measured.values()), *self.loaded.values()],
-            self.target.degree,
+            2 if self.target.attends else 1,
             [*weights, *(share for _ in self.loaded)],
         )
 

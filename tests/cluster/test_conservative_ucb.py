@@ -311,6 +311,21 @@ def test_a_text_that_stays_off_looks_at_proposals_every_second_round_then_every_
     assert {gaps[number] for number in looked[:-1] if number >= 4 * HELD_ROUNDS} == {4}
 
 
+def test_a_text_that_stays_off_considers_drafted_arms_every_eighth_round():
+    chain, experience, root = ARMS[1], Experience(shared()), DraftTree.root_only(1)
+    for rows in (1, 5):
+        experience.costs.step.learn(rows, OFF_US, experience.concurrency.target)
+    for _ in range(3):
+        experience.costs.learn_draft(chain, 4 * LEVEL_US)
+    policy, chosen = ConservativeUCB([OFF_ARM, chain], experience, Prior({chain: EmittedLength(1.0, 8.0)})), []
+    for number in range(3 * HELD_ROUNDS + 1):
+        if number > 2 * HELD_ROUNDS:
+            policy.lengths[chain] = EmittedLength(5.0, 16.0)
+        chosen.append(policy.choose())
+        policy.learn(OFF_ARM, root, Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1))
+    assert chosen == [*[OFF_ARM] * 3 * HELD_ROUNDS, chain]
+
+
 @pytest.mark.parametrize("texts, waited_us", [(1, 900), (2, 0)])
 def test_waiting_at_the_verifier_is_part_of_the_price_of_a_text_that_is_alone(texts, waited_us):
     """Others wait for steps with other texts, whatever they choose themselves."""
