@@ -53,7 +53,7 @@ from cluster.policies.costs import EmittedLength, Prices
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
-from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
+from cluster.policies.replay import Ranked, RankTrace, Replay, replayed, replayed_arms
 from cluster.policies.trial import SpeculationTrial
 
 BETA = 0.2
@@ -386,7 +386,7 @@ class ConservativeUCB:
 
     def _replay(self, drafter: str, ranked: Ranked) -> None:
         """Replay a trace's ranks and set the mean tokens of the drafter's static arms from it."""
-        arms = [arm for arm in self._trees if arm.maker == drafter and replayed(arm.shape)]
+        arms = replayed_arms(self._trees, drafter)
         if drafter not in self._replays:
             self._replays[drafter] = Replay([arm.shape for arm in arms])
         replay = self._replays[drafter]

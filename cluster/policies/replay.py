@@ -23,6 +23,8 @@ from dendro.shapes import LevelShape, NodeShape, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import LONGEST_TRACE, RANKED, DraftTree, IntArray
 
+from cluster.arms import Arm
+
 WINDOW = 128
 """Last text tokens over which arms are judged: 30 to 60 rounds."""
 
@@ -30,6 +32,11 @@ WINDOW = 128
 def replayed(shape: TreeShape) -> bool:
     """True if ranks determine what a shape emits: a static shape of at most RANKED children a row."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
+
+
+def replayed_arms(arms: Iterable[Arm], drafter: str) -> list[Arm]:
+    """A drafter's arms whose emitted tokens ranks determine."""
+    return [arm for arm in arms if arm.maker == drafter and replayed(arm.shape)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy, policy_named, with_chain_and_off
 from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.replay import replayed_arms, step_tables
 
 MODES = {
     pb.Speculation.MODE_UNSPECIFIED: "auto",
@@ -47,8 +48,10 @@ class TargetArms:
     @classmethod
     def of(cls, config: Config, target: str) -> Self:
         arms = config.arms_of(target)
-        drafters, names = config.drafters_of(target), config.names_drafters(target)
-        return cls(config, target, drafters, names, arms, with_chain_and_off(arms))
+        completed, drafters = with_chain_and_off(arms), config.drafters_of(target)
+        for drafter in drafters:  # `step_tables` keeps what policies read, so no request computes it
+            step_tables(tuple(arm.shape for arm in replayed_arms(completed, drafter)))
+        return cls(config, target, drafters, config.names_drafters(target), arms, completed)
 
 
 @dataclass(frozen=True, slots=True)
