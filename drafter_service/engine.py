@@ -272,7 +272,7 @@ class DrafterEngine:
         return tree
 
     def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
-        """Draft a tree (`draft`) for a verifier of this process."""
+        """Draft a tree (`draft`) for a stream, or for a verifier of this process."""
         self._thread.call(partial(self._draft, call, 0), deliver)
 
     def _draft(self, call: DraftCall, ahead: int, ticket: Ticket) -> None:

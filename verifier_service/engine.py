@@ -21,6 +21,7 @@ from dendro.calls import (
     PROTOCOL_VERSION,
     CloseCall,
     Closed,
+    Deliver,
     DraftCall,
     DrafterLinks,
     Hello,
@@ -249,6 +250,10 @@ class VerifierEngine:
         verdict: Verdict = await self._ask(call)
         return verdict
 
+    def verify_for(self, call: VerifyCall, deliver: Deliver) -> None:
+        """Verify a tree (`verify`) for a stream."""
+        self._thread.call(lambda ticket: self.scheduler.submit(PendingCall(call, ticket)), deliver)
+
     async def close(self, call: CloseCall) -> Closed:
         """End an opening. A state-space target's memory of the text is saved first, unless the call is cancelled;
         attention keys are never saved."""
@@ -279,7 +284,8 @@ class VerifierEngine:
             def deliver(outcome: object) -> None:
                 self._thread.post(lambda ticket: self.scheduler.orders.drafted(wanted, outcome, ticket.arrived_s))
 
-            links.draft(wanted.order.drafter, replace(call, take_prepared=take_prepared), deliver)
+            sent = replace(call, take_prepared=take_prepared, alone=self.scheduler.asked == 1)
+            links.draft(wanted.order.drafter, sent, deliver)
 
         def take_prepared(sent: object) -> None:
             assert isinstance(sent, PreparedTree)

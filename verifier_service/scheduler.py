@@ -77,7 +77,7 @@ class StepScheduler:
         self._restoring: list[tuple[VerifierText, Saved]] = []  # saved memories to restore before the next step
         self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()  # closed texts whose memory is to be saved
         self._running: list[StepShare] = []  # shares of the last plan
-        self._asked = 0  # shares of the last plan that answer a call
+        self.asked = 0  # shares of the last plan that answer a call
         # Times of the last step: its `next` began, packing began, its answers were sent.
         self._began = self._started = self._ended = 0.0
         self.linger_s = 0.0  # seconds that the engine waits for more calls before `next`, if some are pending
@@ -109,7 +109,7 @@ class StepScheduler:
         if not self._running:
             return None
         self._began, self._started = began, self.clock()
-        self._asked = sum(share.ask is not None for share in self._running)
+        self.asked = sum(share.ask is not None for share in self._running)
         plan = packed(self._running, self.capacity)
         self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
@@ -528,7 +528,7 @@ class StepScheduler:
             length=len(walked.tokens),
             verify_us=outcome.run_us,
             queue_us=microseconds(self._started - ask.ticket.arrived_s),
-            texts=self._asked,
+            texts=self.asked,
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold or share.prefill > 0,

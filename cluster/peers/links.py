@@ -28,6 +28,9 @@ class StreamLinks:
         self._connecting = BackgroundTasks()
 
     def draft(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
+        stream = self._streams.connected(drafter) if call.alone else None
+        if stream is not None and RemoteDrafter(stream).draft_at_once(call, deliver):
+            return
         try:
             self._loop.call_soon_threadsafe(self._draft, drafter, call, deliver)
         except RuntimeError:  # the loop is closed: the replica ends

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc.aio
@@ -61,13 +64,27 @@ Answer = TypeVar("Answer")
 class _SentCall(NamedTuple):
     """A call whose answer has not come."""
 
-    future: asyncio.Future[Any]
+    settle: Deliver  # takes the result, or an exception; called in the event loop
+    left: Callable[[], bool]  # True once nobody waits for the answer
     result: Callable[[Any], Any]
     made_s: float  # time at which it was made, by the loop's clock; infinite if its caller limits its time
 
 
 def _unchanged(answer: Answer) -> Answer:
     return answer
+
+
+def _never() -> bool:
+    return False
+
+
+def _settle(future: asyncio.Future[Any], value: object) -> None:
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,8 @@ class PeerStream:
         else:
             options = (*STREAM_OPTIONS, *role_options(kind.role))
             self._channel = grpc.aio.secure_channel(address, certificates.channel_credentials(), options=options)
+        self._loop = asyncio.get_running_loop()
+        self._posting = threading.Lock()  # held while calls are added to `_waiting`, or all are removed
         self._waiting: dict[int, _SentCall] = {}  # key: number of the call; the oldest first
         self._sweep_at = FEWEST_SWEPT  # calls in `_waiting` at which those are dropped that nobody waits for
         self._take_prepared: Deliver | None = None
@@ -115,7 +134,7 @@ class PeerStream:
         self._outbox: list[Any] = []
         self._writing_s = math.inf  # time since which a frame is written; infinite while none is
         self._filled = asyncio.Event()
-        self._next = 1
+        self._numbers = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost = ""  # why; empty while the stream works
         self._ending: asyncio.Task[None] | None = None
@@ -123,7 +142,7 @@ class PeerStream:
         self._local: FrameSocket | None = None  # carries the frames if the replica is on this machine
         self.frames = 0  # written
         self.calls = 0
-        self._owed = 0  # calls made less answers read: open calls, also those whose callers have left
+        self._answered = 0  # answers read
 
     @classmethod
     async def connect(cls, address: str, kind: PeerKind, certificates: CertificateFiles | None = None) -> PeerStream:
@@ -181,12 +200,35 @@ class PeerStream:
     async def call(self, ask: Any) -> Any:
         """Make a call of any length and return its answer. Raises what the peer raised, and PeerLost when the stream
         breaks."""
-        number = self._new_number()
+        number = next(self._numbers)
         # Calls of an opening keep their order: only its first is long, and the next is made after that one's answer.
         message = await off_loop(len(ask.update.tokens), lambda: self._kind.call_message(number, ask))
         if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
         return await self._post(number, message, _unchanged, math.inf)
+
+    def ask_at_once(
+        self, ask: Any, result: Callable[[Any], Any], deliver: Deliver, take_prepared: Deliver | None = None
+    ) -> bool:
+        """Make a call of a round as `ask`, from any thread, and send it before this returns. False, without a call, if
+        that is not possible: the replica is not on this machine, or other calls wait to be sent. deliver: called once,
+        in the event loop, with the result or an exception"""
+        local = self._local
+        if local is None or not local.flows or self._outbox or len(self._waiting) >= self._sweep_at:
+            return False
+        number = next(self._numbers)
+        frame = self._kind.frame(None, [self._kind.call_message(number, ask)])
+        with self._posting:
+            if self._lost:
+                return False
+            if take_prepared is not None:
+                self._allow_prepared(take_prepared)
+            self._waiting[number] = _SentCall(deliver, _never, result, self._loop.time())
+            self.calls += 1
+            self.frames += 1
+        with contextlib.suppress(PeerLost):  # the stream is lost as soon as the event loop reads the socket's end
+            local.send(frame)
+        return True
 
     def ask(
         self,
@@ -198,35 +240,35 @@ class PeerStream:
         its answer; it raises as `call`, and what `result` raises. take_prepared: takes prepared trees of this and all
         earlier calls"""
         if take_prepared is not None:
-            self._take_prepared = take_prepared
-            self._room = min(self._room + MOST_PREPARED, MOST_ON_WAY)
-        number = self._new_number()
+            with self._posting:
+                self._allow_prepared(take_prepared)
+        number = next(self._numbers)
         message = self._kind.call_message(number, ask)
-        return self._post(number, message, result, asyncio.get_running_loop().time())
+        return self._post(number, message, result, self._loop.time())
 
-    def _new_number(self) -> int:
-        number, self._next = self._next, self._next + 1
-        return number
+    def _allow_prepared(self, take_prepared: Deliver) -> None:
+        """Let the replica send prepared trees after a call. Called with `_posting` held."""
+        self._take_prepared = take_prepared
+        self._room = min(self._room + MOST_PREPARED, MOST_ON_WAY)
 
     def _post(
         self, number: int, message: Any, result: Callable[[Any], Answer], made_s: float
     ) -> asyncio.Future[Answer]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Answer] = loop.create_future()
-        now_s = loop.time()
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        now_s = self._loop.time()
         # This process may have stood still: check after WRITTEN_S whether the frame is written.
         if now_s - self._writing_s > WRITE_S:
-            loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
+            self._loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
-        if len(self._waiting) >= self._sweep_at:
-            self._sweep(now_s)
-        self._waiting[number] = _SentCall(future, result, made_s)
+        with self._posting:
+            if len(self._waiting) >= self._sweep_at:
+                self._sweep(now_s)
+            self._waiting[number] = _SentCall(partial(_settle, future), future.done, result, made_s)
+            self.calls += 1
         self._outbox.append(message)
         self._filled.set()
-        self.calls += 1
-        self._owed += 1
         return future
 
     def _lose_unread(self, writing_s: float) -> None:
@@ -237,9 +279,10 @@ class PeerStream:
     def _sweep(self, now_s: float) -> None:
         """Forget calls whose callers have left, and fail old ones: a replica may never answer them."""
         for number, sent in tuple(self._waiting.items()):
-            if not sent.future.done() and sent.made_s <= now_s - UNANSWERED_S:
-                sent.future.set_exception(PeerLost(f"{self.address}: does not answer a call"))
-            if sent.future.done():
+            old = sent.made_s <= now_s - UNANSWERED_S
+            if old:
+                sent.settle(PeerLost(f"{self.address}: does not answer a call"))
+            if old or sent.left():
                 del self._waiting[number]
         self._sweep_at = max(2 * len(self._waiting), FEWEST_SWEPT)
 
@@ -261,26 +304,29 @@ class PeerStream:
             while (frame := await call.read()) is not EOF:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
-                if len(frame.answers) > self._owed + MOST_ON_WAY:
-                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {self._owed} calls")
+                # Open calls, also those whose callers have left.
+                if len(frame.answers) > (owed := self.calls - self._answered) + MOST_ON_WAY:
+                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {owed} calls")
                 for answer in frame.answers:
                     if not answer.call:
                         self._prepared(answer)
                         continue
-                    self._owed -= 1
+                    self._answered += 1
                     sent = self._waiting.pop(answer.call, None)
-                    if sent is not None and not sent.future.done():
+                    if sent is not None and not sent.left():
                         try:
-                            sent.future.set_result(sent.result(wire.answer_from(answer)))
+                            outcome: Any = sent.result(wire.answer_from(answer))
                         except Exception as error:  # fails one call; the stream continues
-                            sent.future.set_exception(error)
+                            outcome = error
+                        sent.settle(outcome)
             raise PeerLost(f"{self.address}: the stream has ended")
 
     def _prepared(self, answer: Any) -> None:
         """Pass a prepared tree on. More than were allowed, and malformed ones, are dropped."""
-        if not self._room or self._take_prepared is None:
-            return
-        self._room -= 1
+        with self._posting:
+            if not self._room or self._take_prepared is None:
+                return
+            self._room -= 1
         with contextlib.suppress(DendroError):
             tree = wire.answer_from(answer)
             if isinstance(tree, PreparedTree):
@@ -297,12 +343,12 @@ class PeerStream:
     def _lose(self, reason: str) -> None:
         if self._lost:
             return
-        self._lost = reason
+        with self._posting:
+            self._lost = reason
+            waiting, self._waiting = self._waiting, {}
         log.info("stream lost: %s", reason)
-        for sent in self._waiting.values():
-            if not sent.future.done():
-                sent.future.set_exception(PeerLost(reason))
-        self._waiting.clear()
+        for sent in waiting.values():
+            sent.settle(PeerLost(reason))
         self._outbox.clear()
         self._ending = asyncio.create_task(self._end())
 
@@ -352,14 +398,16 @@ class RemoteDrafter(_RemotePeer):
 
     def draft(self, call: DraftCall) -> asyncio.Future[DraftTree]:
         """The tree. Its `draft_us` is capped at the duration of the call."""
-        began_s = self._clock()
+        return self.stream.ask(call, partial(self._capped, self._clock()), call.take_prepared)
 
-        def capped(answer: object) -> DraftTree:
-            tree = _expect(DraftTree, answer)
-            took_us = self._us_since(began_s)
-            return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
+    def draft_at_once(self, call: DraftCall, deliver: Deliver) -> bool:
+        """Make the call from any thread, and send it before this returns; see `PeerStream.ask_at_once`."""
+        return self.stream.ask_at_once(call, partial(self._capped, self._clock()), deliver, call.take_prepared)
 
-        return self.stream.ask(call, capped, call.take_prepared)
+    def _capped(self, began_s: float, answer: object) -> DraftTree:
+        tree = _expect(DraftTree, answer)
+        took_us = self._us_since(began_s)
+        return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
 
 class RemoteVerifier(_RemotePeer):

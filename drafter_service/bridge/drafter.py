@@ -158,7 +158,8 @@ class BridgedDrafter:
         return replace(tree, draft_us=drafted.draft_us + microseconds(took_s + self._clock() - began_s))
 
     def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
-        """Draft a tree for a verifier of this process. A translated text belongs to the event loop that opened it."""
+        """Draft a tree for a stream, or a verifier of this process. A translated text belongs to the event loop that
+        opened it."""
         text = self._texts.get(call.update.opening)
         if text is None:
             self.engine.draft_for(call, deliver)

@@ -105,6 +105,7 @@ class DraftCall:
     shape: TreeShape
     prepared_from: float = 0.0  # least chance of a verdict whose tree is sent before its call; 0: none is
     take_prepared: Deliver | None = None  # takes each as a `PreparedTree`, from any thread; does not travel
+    alone: bool = False  # True if no other call is made at this time that could share its frame; does not travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from dendro.calls import Deliver, DraftCall, DrafterLinks, DrafterPeer, Peer, VerifierPeer
+from dendro.calls import Deliver, DraftCall, DrafterLinks, DrafterPeer, Peer, VerifierPeer, VerifyCall
 from dendro.clock import Clock
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.failures import described, log_failure
@@ -79,12 +79,17 @@ class LocalDrafter(DrafterPeer, Engine, Protocol):
     """A drafter of this process."""
 
     def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
-        """Called in a verifier's thread for an ordered tree; see `DrafterLinks.draft`. No event loop is passed."""
+        """Called by a stream, and in a verifier's thread for an ordered tree, in place of `draft`: no event loop is
+        passed on the way. Returns at once; `deliver` is called once, from any thread, with the tree or an error."""
         ...
 
 
 class LocalVerifier(VerifierPeer, Engine, Protocol):
     """A verifier of this process."""
+
+    def verify_for(self, call: VerifyCall, deliver: Deliver) -> None:
+        """Called by a stream in place of `verify`, as `LocalDrafter.draft_for`."""
+        ...
 
     def link(self, links: DrafterLinks) -> None:
         """Called before `start`, if the verifier can ask drafters for ordered trees. Its hello says so from then on."""

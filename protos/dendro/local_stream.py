@@ -19,6 +19,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Self, cast
@@ -39,34 +40,48 @@ JOIN_S = 2.0
 ACCEPT_AGAIN_S = 1.0
 """Seconds until the next attempt to accept a connection after one that failed."""
 LENGTH_BYTES = 4
+READ_BYTES = 1 << 16
+"""Most bytes that one call of the system reads."""
 MOST_FRAMES = 64
 """Most unread frames before reading from the socket pauses; also the most frames read before other tasks run."""
 MOST_NAME_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
 
 
-class FrameSocket(asyncio.Protocol):
-    """One end of a connection that carries frames. `read` and `write` are those of a gRPC call."""
+class FrameSocket:
+    """One end of a connection that carries frames. `read` and `write` are those of a gRPC call. Belongs to the event
+    loop in which it is made; `send` may be called from any thread."""
 
-    def __init__(self, frame: type[Any], most_bytes: int) -> None:
-        """frame: message of the frames that come   most_bytes: of a message that comes"""
+    def __init__(self, own: socket.socket, frame: type[Any], most_bytes: int) -> None:
+        """own: connected, and not blocking   frame: message of the frames that come   most_bytes: of a message that
+        comes"""
+        self._socket = own
         self._frame = frame
         self._most_bytes = most_bytes
+        self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         self._messages: deque[bytes] = deque()
         self._reading: asyncio.Future[None] | None = None
+        self._paused = False  # nothing is read from the socket
         self._read_at_once = 0  # frames read since others of the event loop had a turn
-        self._flows = asyncio.Event()  # set while the transport takes more bytes
-        self._flows.set()
+        self._sending = threading.Lock()  # held while bytes go to the socket, and while it is closed
+        self._unsent = bytearray()  # bytes that the socket has not taken; only the event loop removes them
+        self._flows = asyncio.Event()  # set while a `write` need not wait
         self._fault = ""  # why the connection was ended here; empty if it was not
         self._ended = False
-        self._transport: asyncio.Transport | None = None
+        self._loop.add_reader(own, self._receive)
 
     # The event loop calls these.
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
         self._received += data
         start = 0
         while len(self._received) >= (begin := start + LENGTH_BYTES):
@@ -80,24 +95,32 @@ class FrameSocket(asyncio.Protocol):
             self._messages.append(bytes(self._received[begin : begin + size]))
             start = begin + size
         del self._received[:start]
-        if len(self._messages) > MOST_FRAMES and self._transport is not None:
-            self._transport.pause_reading()
-        self._wake()
-
-    def pause_writing(self) -> None:
-        self._flows.clear()
-
-    def resume_writing(self) -> None:
-        self._flows.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ended = True
-        self._flows.set()
+        if len(self._messages) > MOST_FRAMES and not self._ended:
+            self._loop.remove_reader(self._socket)
+            self._paused = True
         self._wake()
 
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
+
+    def _send_later(self) -> None:
+        """Send the bytes that the socket has not taken, once it takes more."""
+        if not self._ended:
+            self._loop.add_writer(self._socket, self._send_unsent)
+
+    def _send_unsent(self) -> None:
+        with self._sending:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._unsent.clear()  # what is read from the socket ends the connection
+            if self._unsent:
+                return
+            self._loop.remove_writer(self._socket)
+        self._flows.set()
 
     # A stream calls these.
     async def read(self) -> Any:
@@ -112,11 +135,12 @@ class FrameSocket(asyncio.Protocol):
             if self._ended:
                 return EOF
             self._read_at_once = 1
-            self._reading = asyncio.get_running_loop().create_future()
+            self._reading = self._loop.create_future()
             await self._reading
         message = self._messages.popleft()
-        if not self._messages and self._transport is not None:
-            self._transport.resume_reading()
+        if self._paused and not self._messages and not self._ended:
+            self._paused = False
+            self._loop.add_reader(self._socket, self._receive)
         try:
             return self._frame.FromString(message)
         except DecodeError:
@@ -125,12 +149,39 @@ class FrameSocket(asyncio.Protocol):
 
     async def write(self, frame: Any) -> None:
         """Send a frame. Returns when the socket takes more. Raises PeerLost once the connection has ended."""
-        if self._transport is None or self._transport.is_closing():
-            raise PeerLost("the socket has ended")
-        message = frame.SerializeToString()
-        self._transport.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
-        if not self._flows.is_set():
+        self.send(frame)
+        if self._unsent:
+            self._flows.clear()
             await self._flows.wait()
+
+    @property
+    def flows(self) -> bool:
+        """False while the socket has not taken all bytes that were sent."""
+        return not self._unsent
+
+    def send(self, frame: Any) -> None:
+        """Send a frame, from any thread. Bytes that the socket does not take now are sent later. Raises PeerLost once
+        the connection has ended."""
+        message = frame.SerializeToString()
+        data = len(message).to_bytes(LENGTH_BYTES, "little") + message
+        with self._sending:
+            if self._ended:
+                raise PeerLost("the socket has ended")
+            sent = 0
+            if not self._unsent:
+                try:
+                    sent = self._socket.send(data)
+                except (BlockingIOError, InterruptedError):
+                    pass
+                except OSError:
+                    raise PeerLost("the socket has ended") from None
+                if sent == len(data):
+                    return
+                try:
+                    self._loop.call_soon_threadsafe(self._send_later)
+                except RuntimeError:  # the loop is closed: the process ends
+                    raise PeerLost("the socket has ended") from None
+            self._unsent += data[sent:]
 
     def __aiter__(self) -> Self:
         return self
@@ -143,8 +194,16 @@ class FrameSocket(asyncio.Protocol):
 
     def close(self) -> None:
         """End the connection. May be called again."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self._ended:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        with self._sending:
+            self._ended = True
+            self._socket.close()
+            self._unsent.clear()
+        self._flows.set()
+        self._wake()
 
 
 class LocalListener:
@@ -189,17 +248,15 @@ class LocalListener:
                 if expected is None:
                     raise PermissionError
                 await loop.sock_sendall(caller, ACCEPTED)
-            joined = FrameSocket(self._frame, self._most_bytes)
-            await loop.connect_accepted_socket(lambda: joined, caller)
         except BaseException as error:
             caller.close()
             if not isinstance(error, (OSError, TimeoutError)):
                 raise
             return
         if expected.done():  # the stream has ended meanwhile
-            joined.close()
+            caller.close()
         else:
-            expected.set_result(joined)
+            expected.set_result(FrameSocket(caller, self._frame, self._most_bytes))
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[FrameSocket]]]:
@@ -237,14 +294,12 @@ async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> F
             await loop.sock_sendall(own, ticket)
             if await loop.sock_recv(own, len(ACCEPTED)) != ACCEPTED:
                 raise PermissionError
-        joined = FrameSocket(frame, most_bytes)
-        await loop.create_unix_connection(lambda: joined, sock=own)
     except BaseException as error:
         own.close()
         if isinstance(error, (OSError, TimeoutError)):
             return None
         raise
-    return joined
+    return FrameSocket(own, frame, most_bytes)
 
 
 def _address(name: str) -> str:

@@ -23,7 +23,7 @@ DRAFTER_REPLICA = ReplicaKind(
     answers=drafter_pb2.TreeFrame,
     call_from=wire.drafter_call_from,
     answer=wire.drafter_answer_message,
-    work=lambda engine, call: engine.draft(call),
+    begin=lambda engine, call, deliver: engine.draft_for(call, deliver),
     ordered=DraftCall,
 )
 VERIFIER_REPLICA = ReplicaKind(
@@ -32,7 +32,7 @@ VERIFIER_REPLICA = ReplicaKind(
     answers=verifier_pb2.VerdictFrame,
     call_from=wire.verifier_call_from,
     answer=wire.verifier_answer_message,
-    work=lambda engine, call: engine.verify(call),
+    begin=lambda engine, call, deliver: engine.verify_for(call, deliver),
 )
 
 

@@ -14,19 +14,34 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, Peer, TextUpdate
+from dendro.calls import (
+    PROTOCOL_VERSION,
+    CloseCall,
+    Closed,
+    Deliver,
+    DraftCall,
+    Hello,
+    OpenCall,
+    Opened,
+    Peer,
+    PreparedTree,
+    TextUpdate,
+)
 from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.failures import described, log_failure
 from dendro.internal.v1 import calls_pb2
 from dendro.local_stream import FrameSocket, LocalListener
 from dendro.tasks import BackgroundTasks, end_task
+from dendro.text import Verdict
+from dendro.tree import DraftTree
 from dendro.wire import batched, hello_message
 
 log = logging.getLogger("dendro.serving")
@@ -164,7 +179,7 @@ class ReplicaKind:
     answers: Callable[..., Any]  # makes a frame, from its `hello` and `answers`
     call_from: Callable[[Any], Any]  # the call in a message; raises BadRequest
     answer: Callable[[int, Any], Any]  # the answer message for a call's number and outcome
-    work: Callable[[Any, Any], Awaitable[Any]]  # an engine's answer to a draft or verify call
+    begin: Callable[[Any, Any, Deliver], None]  # gives an engine the call of a round; its answer is delivered
     ordered: type[Any] | None = None  # the call that another stream than the opening's may make: a verifier's
 
 
@@ -218,6 +233,7 @@ class StreamServer:
         self.leases = leases
         self._open: dict[bytes, _Opening] = {}
         self._answering = BackgroundTasks()
+        self._rounds: set[Deliver] = set()  # calls of rounds that the engine has not answered
         self._fault = ""  # why the engine cannot serve; empty while it can
         self._owed: list[TextUpdate] = []  # texts to close when the engine has recovered
         self._closing = BackgroundTasks()  # close texts, also those of broken streams
@@ -244,6 +260,8 @@ class StreamServer:
         their texts at other replicas."""
         self._fault = fault
         self._answering.cancel()
+        for deliver in tuple(self._rounds):
+            deliver(PeerLost(f"replica: {fault}"))
         for opening, held in tuple(self._open.items()):
             held.opening.cancel()
             self._owed.append(held.last)
@@ -278,39 +296,72 @@ class StreamServer:
         ready, written = asyncio.Event(), asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
         way: Any = context  # Answers go where the last frame came from.
-
         loop = asyncio.get_running_loop()
 
-        def send_prepared(tree: Any) -> None:
-            answers.append(self._kind.answer(0, tree))
+        def answer(number: int, outcome: Any) -> None:
+            """Leave an answer to the writer."""
+            if isinstance(outcome, BaseException):
+                self._stats.refused += 1
+                if not isinstance(outcome, DendroError):  # service boundary: one call fails, the stream continues
+                    log_failure(log, outcome, "a call failed")
+            answers.append(self._kind.answer(number, outcome))
             ready.set()
 
-        def take_prepared(tree: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
-                loop.call_soon_threadsafe(send_prepared, tree)
+        def answer_round(number: int, span: PeerSpan | None, outcome: Any) -> None:
+            if span is not None and not isinstance(outcome, BaseException):
+                span.answered(outcome)
+            answer(number, outcome)
 
-        async def answer(message: Any) -> None:
+        def deliver(number: int, span: PeerSpan | None, outcome: Any) -> None:
+            """Send a round's answer, from any thread: at once if it is the only one of its step, else with others."""
+            direct = way
+            alone = span is None and not answers and _is_alone(outcome)
+            if not (alone and isinstance(direct, FrameSocket) and direct.flows):
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+                    loop.call_soon_threadsafe(answer_round, number, span, outcome)
+                return
             try:
-                outcome: Any = await self._answer(message, mine, opens, take_prepared)
+                direct.send(self._kind.answers(answers=[self._kind.answer(number, outcome)]))
+                self._stats.frames_out += 1
+            except PeerLost:  # the caller has gone, and its stream ends
+                return
+            except Exception as error:  # the other calls of the engine go on
+                log_failure(log, error, "an answer could not be sent")
+
+        async def answer_later(number: int, work: Awaitable[Any]) -> None:
+            try:
+                outcome: Any = await work
             except asyncio.CancelledError:
                 if not self._fault:
                     raise
                 outcome = PeerLost(f"replica: {self._fault}")
-            except DendroError as error:
-                self._stats.refused += 1
-                outcome = error
-            except Exception as error:  # service boundary: one call fails, the stream continues
-                self._stats.refused += 1
-                log_failure(log, error, "a call failed")
+            except Exception as error:
                 outcome = error
             except BaseException as error:
                 if isinstance(error, NO_FAULTS):
                     raise
-                self._stats.refused += 1
                 log_failure(log, error, "a native library panicked")
                 outcome = EngineFailed(f"a native library panicked: {described(error)}")
-            answers.append(self._kind.answer(message.call, outcome))
-            ready.set()
+            answer(number, outcome)
+
+        def begin(message: Any) -> None:
+            """Begin a call. One of a round is with the engine when this returns, and needs no task."""
+            self._stats.calls += 1
+            number = message.call
+            try:
+                call, held = self._call_of(message, mine, opens)
+                if held is not None and not isinstance(call, CloseCall):
+                    if isinstance(call, DraftCall) and call.prepared_from:
+                        call = replace(call, take_prepared=partial(deliver, 0, None))
+                    self._begin_round(call, partial(deliver, number, held.span))
+                    return
+                work = self._begin_open(call, mine) if held is None else self._begin_close(call, held, mine)
+            except Exception as error:
+                answer(number, error)
+                return
+            task = self._answering.start(answer_later(number, work))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
         async def write() -> None:
             while True:
@@ -337,10 +388,7 @@ class StreamServer:
                 for message, number in zip(frame.calls, numbers, strict=False):
                     if number % CALLS_AT_ONCE == 0 or len(answers) > MOST_UNREAD:
                         await pause()
-                    self._stats.calls += 1
-                    task = self._answering.start(answer(message))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    begin(message)
 
         async def take_local(joined: asyncio.Future[FrameSocket]) -> None:
             local = await joined
@@ -378,29 +426,45 @@ class StreamServer:
             answer.hello.local.CopyFrom(local)
         await context.write(answer)
 
-    async def _answer(self, message: Any, mine: set[bytes], opens: bool, take_prepared: Callable[[Any], None]) -> Any:
+    def _call_of(self, message: Any, mine: set[bytes], opens: bool) -> tuple[Any, _Opening | None]:
+        """The call of a message, and the opening that it names; None for a call that opens a text. Raises DendroError
+        for a call that is refused."""
         if self._fault:
             raise PeerLost(f"replica: {self._fault}")
         call: Any = self._kind.call_from(message)
-        opening = call.update.opening
         ordered = self._kind.ordered is not None and isinstance(call, self._kind.ordered)
         if not opens and not ordered:
             raise BadRequest("call", "is of a router alone")
         if isinstance(call, OpenCall):
-            return await self._answer_open(call, mine)
+            return call, None
+        opening = call.update.opening
         held = self._open.get(opening) if ordered or opening in mine else None
         if held is None:
             raise NotFound("opening: there is none of this name on this stream")
         held.last = replace(call.update, start=call.update.base, tokens=())
-        if not isinstance(call, CloseCall):
-            call = replace(call, take_prepared=take_prepared) if ordered and call.prepared_from else call
-            outcome = await self._kind.work(self._engine, call)
-            if held.span is not None:
-                held.span.answered(outcome)
-            return outcome
-        mine.discard(opening)
+        return call, held
+
+    def _begin_round(self, call: Any, deliver: Deliver) -> None:
+        """Give the call of a round to the engine. `deliver` is called once, from any thread: with the engine's answer,
+        or with PeerLost if the engine hangs before it."""
+
+        def once(outcome: object) -> None:
+            try:
+                self._rounds.remove(once)
+            except KeyError:
+                return
+            deliver(outcome)
+
+        self._rounds.add(once)
+        try:
+            self._kind.begin(self._engine, call, once)
+        except Exception as error:
+            once(error)
+
+    def _begin_close(self, call: CloseCall, held: _Opening, mine: set[bytes]) -> Awaitable[Closed]:
+        mine.discard(call.update.opening)
         # Shielded: the state of the text is saved also if the stream breaks meanwhile.
-        return await asyncio.shield(self._closing.start(self._answer_close(held, call)))
+        return asyncio.shield(self._closing.start(self._answer_close(held, call)))
 
     async def _answer_close(self, held: _Opening, call: CloseCall) -> Closed:
         try:
@@ -409,7 +473,7 @@ class StreamServer:
         finally:
             self._forget(call.update.opening)
 
-    async def _answer_open(self, call: OpenCall, mine: set[bytes]) -> Opened:
+    def _begin_open(self, call: OpenCall, mine: set[bytes]) -> Awaitable[Opened]:
         opening = call.update.opening
         if opening in self._open:
             raise BadRequest("update.opening", "is open already")
@@ -421,8 +485,11 @@ class StreamServer:
         self._open[opening] = held
         mine.add(opening)
         self._stats.openings += 1
+        return self._answer_open(opening, held, mine)
+
+    async def _answer_open(self, opening: bytes, held: _Opening, mine: set[bytes]) -> Opened:
         try:
-            opened = await task
+            opened: Opened = await held.opening
             if held.span is not None:
                 held.span.answered(opened)
             return opened
@@ -465,6 +532,15 @@ class StreamServer:
 
     async def _expire(self, lease: Lease) -> None:
         await asyncio.gather(*(self._free(opening) for opening in tuple(lease.attached)))
+
+
+def _is_alone(outcome: object) -> bool:
+    """True for the tree or verdict of a step that had no other text. Those of several texts are sent together, and made
+    into messages while the engine goes on."""
+    match outcome:
+        case DraftTree(texts=1) | Verdict(texts=1) | PreparedTree():
+            return True
+    return False
 
 
 class Replica:

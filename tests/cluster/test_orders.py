@@ -4,6 +4,8 @@ whatever happens to the drafter, and what does not come is asked for by the rout
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
 from dendro.errors import BadRequest, NotFound
+from dendro.local_stream import FrameSocket
 from dendro.order import Missed
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.shapes import TreeShape
@@ -38,7 +41,7 @@ from cluster.peers.verifier import CallLimit
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support.certificates import Authority
-from tests.support.fakes import FakeDrafter, RemotePool
+from tests.support.fakes import FakeDrafter, RemotePool, in_task
 from tests.support.sockets import until
 from verifier_service import orders
 
@@ -119,6 +122,24 @@ async def test_answers_of_ordered_trees_are_those_without_and_nearly_every_tree_
             assert statistics.accepted_tokens > 0
 
 
+async def test_the_frames_of_ordered_rounds_are_written_by_the_threads_of_engines(config, monkeypatch):
+    written, send = Counter[str](), FrameSocket.send
+
+    def counted(self, frame):
+        written[threading.current_thread().name] += 1
+        send(self, frame)
+
+    async with served(config) as cluster:
+        await cluster.answer(SHAPE)  # connects the verifier and the drafter
+        monkeypatch.setattr(FrameSocket, "send", counted)
+        before = cluster.verifier.stats()["ordered"]
+        done = await cluster.answer(SHAPE)
+        ordered = cluster.verifier.stats()["ordered"] - before
+        assert ordered > 5
+        assert written["verifier"] >= ordered + done.complete.speculation.rounds - 2, "orders, and verdicts"
+        assert sum(frames for thread, frames in written.items() if thread.startswith("drafter ")) >= ordered - 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_answers_with_prepared_trees_are_those_without(config, temperature):
     """A busy machine may leave a drafter no time to prepare trees, so answers are asked for until it has."""
@@ -157,6 +178,7 @@ def far(monkeypatch, way_s=0.01):
         self._loop.call_later(way_s, draft, self, drafter, taken, after)
 
     monkeypatch.setattr(StreamLinks, "_draft", later)
+    monkeypatch.setattr(RemoteDrafter, "draft_at_once", lambda self, call, deliver: False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -226,7 +248,7 @@ async def test_false_late_repeated_and_too_many_trees_before_their_verdicts_chan
 
             return await draft(replace(call, take_prepared=take) if call.take_prepared is not None else call)
 
-        monkeypatch.setattr(cluster.drafter, "draft", lying)
+        monkeypatch.setattr(cluster.drafter, "draft_for", in_task(lying))
         for seed in range(30):
             off = await cluster.answer("off", temperature, seed=seed)
             for way in (SHAPE, "(1,1,1)"):
@@ -314,7 +336,7 @@ async def test_a_fault_of_the_drafter_amid_ordered_rounds_changes_no_token_and_e
                 asyncio.get_running_loop().create_task(cluster.drafters._server.stop(None))
             return await draft(call)
 
-        monkeypatch.setattr(cluster.drafter, "draft", failing)
+        monkeypatch.setattr(cluster.drafter, "draft_for", in_task(failing))
         for _ in range(20):  # an answer may end before so many of its trees were ordered
             before = cluster.verifier.stats()
             done = await cluster.answer(SHAPE, count=120)
@@ -403,7 +425,7 @@ async def test_an_order_beside_a_tree_that_the_verifier_refuses_is_not_claimed(c
             missed.append(verdict.missed)
             return verdict
 
-        monkeypatch.setattr(cluster.verifier, "verify", refusing)
+        monkeypatch.setattr(cluster.verifier, "verify_for", in_task(refusing))
         for _ in range(20):  # an answer may end before its drafter has opened the text
             assert (await cluster.answer(SHAPE, count=200)).token_ids == off.token_ids
             if refused:
@@ -427,7 +449,7 @@ async def test_a_drafter_that_is_slower_than_a_step_may_be_does_not_make_the_ver
             await asyncio.sleep(1.2)
             return await draft(call)
 
-        monkeypatch.setattr(cluster.drafter, "draft", slowly)
+        monkeypatch.setattr(cluster.drafter, "draft_for", in_task(slowly))
         monkeypatch.setattr(verifier_module, "CallLimit", lambda limit_s: CallLimit(1.0))
         for _ in range(20):  # an answer may end before its drafter has opened the text
             done = await cluster.answer(SHAPE, count=12)

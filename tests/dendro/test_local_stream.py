@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,17 @@ async def joined(most_bytes: int = MOST):
             listener.close()
 
 
+@contextlib.contextmanager
+def stream_of_bytes():
+    """A stream, and the socket from which its bytes come."""
+    own, other = socket.socketpair()
+    own.setblocking(False)
+    stream = FrameSocket(own, verifier_pb2.VerifyFrame, MOST)
+    with other:
+        yield stream, other
+    stream.close()
+
+
 async def read_all(stream: FrameSocket) -> list[int]:
     return [one.calls[0].call async for one in stream]
 
@@ -55,11 +67,12 @@ def test_frames_are_read_whole_wherever_their_bytes_are_cut(sizes, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=12)))
 
     async def received() -> list[int]:
-        stream = FrameSocket(verifier_pb2.VerifyFrame, MOST)
-        for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
-            stream.data_received(sent[start:end])
-        stream.connection_lost(None)
-        return await read_all(stream)
+        with stream_of_bytes() as (stream, other):
+            for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+                other.send(sent[start:end])
+                await asyncio.sleep(0)
+            other.close()
+            return await read_all(stream)
 
     assert asyncio.run(received()) == list(range(1, len(sizes) + 1))
 
@@ -78,6 +91,39 @@ def test_frames_go_both_ways_and_the_end_of_one_side_ends_the_other(run):
                 await replica.write(frame(3))
 
     run(there_and_back())
+
+
+async def test_frames_of_several_threads_arrive_whole():
+    async with joined() as (caller, replica):
+
+        def send(thread: int) -> None:
+            for number in range(300):
+                caller.send(frame(1 + 4 * number + thread, 3000))
+
+        sending = asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(4)))
+        numbers = [(await replica.read()).calls[0].call - 1 for _ in range(1200)]
+        await sending
+        for thread in range(4):
+            assert [each // 4 for each in numbers if each % 4 == thread] == list(range(300))
+        assert caller.flows
+
+
+async def test_another_thread_sends_frames_while_the_event_loop_is_busy():
+    with stream_of_bytes() as (stream, other):
+        sending = threading.Thread(target=stream.send, args=(frame(1),))
+        sending.start()
+        sending.join()
+        assert other.recv(100) == bytes_of(frame(1))
+
+
+async def test_a_thread_cannot_send_on_an_ended_stream():
+    with stream_of_bytes() as (stream, other):
+        other.close()
+        with pytest.raises(PeerLost):
+            await asyncio.to_thread(stream.send, frame(1))
+        stream.close()
+        with pytest.raises(PeerLost):
+            await asyncio.to_thread(stream.send, frame(1))
 
 
 async def test_a_ticket_counts_once_and_others_are_refused():
@@ -126,15 +172,15 @@ async def test_a_socket_of_another_user_is_sent_no_ticket(monkeypatch):
 
 
 async def test_others_have_a_turn_while_many_frames_are_read():
-    stream = FrameSocket(verifier_pb2.VerifyFrame, MOST)
-    stream.data_received(b"".join(bytes_of(frame(number)) for number in range(1, 1001)))
-    stream.connection_lost(None)
-    reading, most = asyncio.create_task(read_all(stream)), 0
-    while not reading.done():
-        before = len(stream._messages)
-        await asyncio.sleep(0)
-        most = max(most, before - len(stream._messages))
-    assert len(reading.result()) == 1000 and most <= local_stream.MOST_FRAMES
+    with stream_of_bytes() as (stream, other):
+        other.send(b"".join(bytes_of(frame(number)) for number in range(1, 1001)))
+        other.close()
+        reading, most = asyncio.create_task(read_all(stream)), 0
+        while not reading.done():
+            before = len(stream._messages)
+            await asyncio.sleep(0)
+            most = max(most, before - len(stream._messages))
+        assert len(reading.result()) == 1000 and most <= local_stream.MOST_FRAMES
 
 
 async def test_a_caller_without_a_ticket_is_cut(monkeypatch):

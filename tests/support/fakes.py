@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from dendro.calls import (
     PROTOCOL_VERSION,
     CloseCall,
     Closed,
+    Deliver,
     DraftCall,
     DrafterLinks,
     Hello,
@@ -27,6 +29,7 @@ from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
 from dendro.measured import StepTotals
 from dendro.order import Order
 from dendro.shapes import DEFAULT_DEPTH, LevelShape
+from dendro.tasks import BackgroundTasks
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
@@ -34,6 +37,7 @@ from cluster.arms import Arm
 from cluster.peers.opening import Leased
 from cluster.peers.stream import DRAFTER, VERIFIER, RemoteDrafter, RemoteVerifier, Streams
 
+RUNNING = BackgroundTasks(expected=Exception)
 VOCABULARY = 101
 END = 100
 
@@ -55,6 +59,19 @@ def plain(prompt: Sequence[int], count: int, sampling: Sampling | None = None) -
 
 def new_text(prompt: Sequence[int] = (5, 6, 7), count: int = 40, sampling: Sampling | None = None) -> Text:
     return Text(prompt, sampling or Sampling(), Limits(len(prompt) + count))
+
+
+def in_task(work: Callable[[Any], Coroutine[Any, Any, object]]) -> Callable[[Any, Deliver], None]:
+    """An engine's method for streams, `draft_for` or `verify_for`, whose calls are tasks that run `work`."""
+
+    def begin(call: Any, deliver: Deliver) -> None:
+        def ended(task: asyncio.Task[object]) -> None:
+            if not task.cancelled():
+                deliver(task.exception() or task.result())
+
+        RUNNING.start(work(call)).add_done_callback(ended)
+
+    return begin
 
 
 @dataclass
@@ -180,6 +197,9 @@ class FakeVerifier(_Fake):
     def link(self, links: DrafterLinks) -> None:
         """Ordered trees are not asked for: the hello does not say so."""
 
+    def verify_for(self, call: VerifyCall, deliver: Deliver) -> None:
+        in_task(self.verify)(call, deliver)
+
     async def verify(self, call: VerifyCall) -> Verdict:
         began_ns = time.perf_counter_ns()
         held = await self._follow(call)
@@ -210,6 +230,9 @@ class FakeDrafter(_Fake):
 
     fingerprint = "toy-drafter"
     spoil: DraftTree | None = None  # returned instead of a drafted tree
+
+    def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
+        in_task(self.draft)(call, deliver)
 
     async def draft(self, call: DraftCall) -> DraftTree:
         began_ns = time.perf_counter_ns()

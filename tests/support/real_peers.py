@@ -143,14 +143,13 @@ class PeerFaults:
         self.on: set[str] = set()
 
     def slow(self, engine: Any) -> None:
-        draft = engine.draft
+        draft_for = engine.draft_for
 
-        async def slowly(call: Any) -> Any:
-            if "slow" in self.on:
-                await asyncio.sleep(SLOW_S)
-            return await draft(call)
+        def slowly(call: Any, deliver: Any) -> None:
+            pause_s = SLOW_S if "slow" in self.on else 0.0
+            asyncio.get_running_loop().call_later(pause_s, draft_for, call, deliver)
 
-        engine.draft = slowly
+        engine.draft_for = slowly
 
     def lying_verdicts(self, number: int, outcome: Any) -> Any:
         """Says that the ordered tree has another root."""
