@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from cluster.api.openai.found_calls import MOST_DEPTH, CallFinder, CallMarks, FoundCall, JsonScanner
+from cluster.api.openai.found_calls import MOST_BLANK, MOST_DEPTH, CallFinder, CallMarks, FoundCall, JsonScanner
 from cluster.gguf_files import file_of_package, folder_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from tests.cluster.test_http_tools import HERMES, LLAMA, MISTRAL, OTHER, TIME, TOOLS, tool
@@ -165,6 +165,23 @@ def test_how_an_answer_comes_in_parts_changes_nothing(style):
             assert "".join(whole) == text
         calls += sum(isinstance(each, FoundCall) for each in whole)
     assert calls > 50
+
+
+@pytest.mark.parametrize("style", MARKS)
+def test_whitespace_in_which_a_call_may_begin_or_close_counts_alike_however_it_comes(style):
+    call, kinds = written(style, CET), set()
+    for count in range(MOST_BLANK - 3, MOST_BLANK + 4):
+        blank = " " * count
+        for text in (
+            blank + call,
+            "So:\n" + blank + call,
+            call.replace("\n</", blank + "</"),
+            "a\n" + "\n" * count + call,
+        ):
+            whole = pieces(MARKS[style], text, len(text))
+            assert all(pieces(MARKS[style], text, size) == whole for size in (1, 2, 5, 13)), text
+            kinds.add(any(isinstance(each, FoundCall) for each in whole))
+    assert kinds == ({True} if style == "mistral" else {True, False}), "the limit is among these numbers"
 
 
 async def test_a_call_that_the_length_cuts_off_is_text_and_one_without_its_end_marker_is_a_call(tmp_path):

@@ -98,7 +98,8 @@ class CallFinder:
     def __init__(self, marks: CallMarks, names: Collection[str]) -> None:
         self._marks = marks
         self._names = names
-        self._begins = re.compile(re.escape(marks.marker) if marks.marker else r"(?m)^[ \t;]*(?=\{)")
+        line = rf"(?m)^[ \t;]{{0,{MOST_BLANK - 1}}}(?=\{{)"
+        self._begins = re.compile(re.escape(marks.marker) if marks.marker else line)
         self._fresh = True  # nothing since the last line's end, the last call, or the answer's beginning
         self._held = ""  # text that may begin a call
         self._scanner: JsonScanner | None = None  # reads the call that has begun
@@ -162,12 +163,13 @@ class CallFinder:
         end_marker = self._marks.end_marker
         self._after += text
         begun = self._after.lstrip() if end_marker else self._after
-        if begun.startswith(end_marker):
+        near = len(self._after) - len(begun) <= MOST_BLANK
+        if near and begun.startswith(end_marker):
             rest = begun[len(end_marker) :]
             self._after = self._after[: len(self._after) - len(rest)]
             self._close(found)
             return rest
-        if not end_marker.startswith(begun) or len(self._after) - len(begun) > MOST_BLANK:
+        if not (near and end_marker.startswith(begun)):
             rest, self._after = self._after, ""
             self._reject(found)
             return rest
