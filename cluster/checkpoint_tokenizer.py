@@ -99,7 +99,8 @@ def token_bytes_of(tokenizer: Any) -> dict[int, bytes]:
     """The bytes of each token id that stands for text, for the structures of answers. Raises BadRequest for a tokenizer
     whose ids do not stand for bytes."""
     try:
-        found = token_bytes(json.loads(backend_of(tokenizer).to_str()))
+        backend = backend_of(tokenizer)
+        found = token_bytes(json.loads(backend.to_str()), backend.id_to_token)
     except (BadRequest, CheckpointError) as error:
         reason = error.reason if isinstance(error, BadRequest) else str(error)
         raise BadRequest("structure", f"cannot be enforced for this target: {reason}") from error

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from dendro.errors import NO_FAULTS, BadRequest, EngineFailed
 from dendro.text import Verdict
-from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of, unknown_token
+from tree_layers.token_bytes import (
+    BYTE_TOKEN,
+    added_texts,
+    bytes_of_text,
+    falls_back_to_bytes,
+    form_of,
+    unknown_token,
+)
 from tree_layers.tokenizer_forms import BARE, continuing, literal, splits_words
 
 from cluster.checkpoint_tokenizer import (
@@ -110,7 +117,7 @@ class CheckpointTokenizer:
         self._encoder = PromptEncoder(self._tokenizer, self._special)
         form = {} if self._backend is None else json.loads(self._backend.to_str())
         self._bytes = _byte_tokens(form, self._backend)
-        self._spelt = _spelt_tokens(form)
+        self._spelt = _spelt_tokens(form, self._backend)
         self.rewrites = _rewrites(form.get("decoder"))
         self._unknown = unknown_token(form) if form else self._tokenizer.unk_token
 
@@ -240,12 +247,12 @@ def _byte_tokens(form: Mapping[str, Any], backend: Any) -> dict[int, int]:
     return {token: int(match[1], 16) for token, match in found if match}
 
 
-def _spelt_tokens(form: Mapping[str, Any]) -> dict[int, str]:
+def _spelt_tokens(form: Mapping[str, Any], backend: Any) -> dict[int, str]:
     """The texts, by id, of a byte-level tokenizer's added tokens whose characters the library's decoder takes for
     bytes, such as `é` for the byte 0xE9."""
     if form_of(form.get("decoder")) != "byte-level":
         return {}
-    texts = {each["id"]: each["content"] for each in form.get("added_tokens") or ()}
+    texts = added_texts(form, backend.id_to_token)
     return {token: text for token, text in texts.items() if bytes_of_text(text, "byte-level") != text.encode()}
 
 

@@ -101,5 +101,5 @@ def _spelt(tokenizer: CheckpointTokenizer, table: TokenTable) -> tuple[dict[int,
     described = json.loads(tokenizer.backend.to_str())
     controls = control_tokens(described)
     if table.form:
-        return token_bytes(described), controls
+        return token_bytes(described, tokenizer.backend.id_to_token), controls
     return {token: text.encode() for token, text in table.texts.items() if token not in controls}, controls

@@ -25,7 +25,8 @@ class ByteCodec:
         """vocabulary: only ids below it are used. Raises CheckpointError for a tokenizer without a table of bytes."""
         form = json.loads(tokenizer.to_str())
         self.vocabulary = vocabulary
-        self.bytes_of = {token: found for token, found in token_bytes(form).items() if token < vocabulary and found}
+        of_all = token_bytes(form, tokenizer.id_to_token)
+        self.bytes_of = {token: found for token, found in of_all.items() if token < vocabulary and found}
         """Bytes by id; ids without bytes are missing."""
         self.control = {token: text for token, text in control_tokens(form).items() if token < vocabulary}
         self.head = _head(tokenizer)

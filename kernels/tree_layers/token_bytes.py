@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
 
@@ -79,9 +79,11 @@ def unknown_token(tokenizer: Mapping[str, Any]) -> str | None:
     return text
 
 
-def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:
+def token_bytes(tokenizer: Mapping[str, Any], decoded: Callable[[int], str | None]) -> dict[int, bytes]:
     """The bytes of every token id but `control_tokens`.
 
+    decoded: `id_to_token` of the library's tokenizer of this form: an added token that is `normalized` is decoded as
+    the normalizer's text of its content, such as `▁plain` for `plain`
     Raises CheckpointError for a tokenizer of neither kind: its ids do not stand for the bytes of a text.
     """
     form = form_of(tokenizer.get("decoder"))
@@ -89,11 +91,17 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:
         raise CheckpointError(NO_FORM)
     bytewise = falls_back_to_bytes(tokenizer["decoder"])
     found = {token: bytes_of_text(text, form, bytewise) for token, text in _texts(tokenizer).items()}
-    for each in tokenizer.get("added_tokens") or ():
-        found[each["id"]] = bytes_of_added(each["content"], form, bytewise)
+    for token, text in added_texts(tokenizer, decoded).items():
+        found[token] = bytes_of_added(text, form, bytewise)
     for token in control_tokens(tokenizer):
         found.pop(token, None)
     return found
+
+
+def added_texts(tokenizer: Mapping[str, Any], decoded: Callable[[int], str | None]) -> dict[int, str]:
+    """The texts of added tokens as they are decoded, by id. decoded: see `token_bytes`"""
+    found = {each["id"]: each["content"] for each in tokenizer.get("added_tokens") or ()}
+    return found | {token: text for token in found if (text := decoded(token)) is not None}
 
 
 def _texts(tokenizer: Mapping[str, Any]) -> dict[int, str]:

@@ -15,7 +15,7 @@ from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.api.local import LocalClient
 from cluster.router.ingress import Ingress
@@ -262,6 +262,23 @@ def test_any_ids_of_it_are_the_bytes_that_a_structure_reads(accented: Checkpoint
         text = ""
     assert not text or accented.decode(ids) == text
     assert answer_text(accented, (), ids) == accented.decode(ids)
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_normalized_added_token_is_the_bytes_of_its_text_in_an_answer(tmp_path: Path, style: str, lowers: bool):
+    """The library decodes it as the normalizer's text of its content: `▁plain` for `plain`, where spaces are `▁`. With
+    other bytes, an answer's text would not be what its structure admits."""
+    made, texts = STYLES[style](), ("plain", "ÉA", "two words")
+    if lowers:
+        steps = [normalizers.Lowercase(), *([made.normalizer] if made.normalizer is not None else [])]
+        made.normalizer = normalizers.Sequence(steps)
+    made.add_tokens([AddedToken(text, normalized=True) for text in texts])
+    tokenizer = loaded(tmp_path, made)
+    prompt, found = tokenizer.encode("the cat", begins=True), tokenizer.token_bytes()
+    ids = {each.content: token for token, each in made.get_added_tokens_decoder().items()}
+    for text in texts:
+        assert answer_text(tokenizer, prompt, [ids[text]]).encode() == found[ids[text]]
 
 
 def test_a_stop_string_is_found_in_an_added_token(accented: CheckpointTokenizer):

@@ -134,7 +134,7 @@ def test_special_tokens_that_are_not_read_move_no_ids_and_are_no_pieces(tokenize
 
 def test_a_tokenizer_of_words_has_no_bytes():
     with pytest.raises(CheckpointError, match="neither byte-level nor of SentencePiece's kind"):
-        token_bytes({"model": {"type": "WordLevel", "vocab": {"a": 0}}, "decoder": None})
+        token_bytes({"model": {"type": "WordLevel", "vocab": {"a": 0}}, "decoder": None}, {0: "a"}.get)
 
 
 def test_ids_past_the_models_rows_are_not_used(tokenizers):
