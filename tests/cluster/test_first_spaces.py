@@ -27,6 +27,7 @@ from cluster.sessions import MemorySessions
 from cluster.training.data import DataFolder, DataSource
 from tests.support import edge
 from tests.support.edge import EdgePeers, resume_of
+from tests.support.http_api import http_at, post
 from tests.support.layouts import sentencepiece
 from tests.support.other_tokenizers import BYTES, SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
 
@@ -325,6 +326,22 @@ async def test_a_requests_text_begins_with_its_space(cat):
         assert stopped.token_ids == tuple(answer[: len(tokenizer.encode(" sat", False))])
     samples = await client.generate_samples("the cat", n=2, max_new_tokens=len(answer))
     assert [each.text for each in samples] == [" sat on the mat"] * 2
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", [[1], [1] * 70, "<s>", [300], "the cat"])
+async def test_each_token_is_at_its_offset_where_the_prompt_gives_no_text(cat, prompt, echo: bool, shown: bool):
+    """A prompt of the beginning-of-text token alone: the answer's first token then loses its space."""
+    *_, ingress = cat
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
+    async with http_at(served_ingress=ingress) as (server, _):
+        _, _, answer = await post(server, "/v1/completions", body | {"show_special_tokens": shown, "n": 2})
+    for choice in answer["choices"]:
+        text, found = choice["text"], choice["logprobs"]
+        for token, offset in [*zip(found["tokens"], found["text_offset"], strict=True)][-4:]:
+            assert text[offset:].startswith(token) or (not offset and text.startswith(token.lstrip(" ")))
+        assert text.endswith("sat on the mat") and len(text) - found["text_offset"][-1] == len(" mat")
 
 
 async def test_a_choice_is_returned_as_it_was_given_where_nothing_is_before_it(cat):

@@ -142,9 +142,10 @@ class CompletionForm(_TextForm):
 
     prefix, whole, part = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, shows_special: bool = False) -> None:
-        """shows_special: whether texts have special tokens"""
+    def __init__(self, shows_special: bool = False, before: str | Sequence[int] | None = None) -> None:
+        """shows_special: whether texts have special tokens   before: the prompt; None: it continues a session"""
         self._shows_special = shows_special
+        self._before = before
 
     def beginning(self) -> dict[str, Any] | None:
         return None
@@ -161,12 +162,15 @@ class CompletionForm(_TextForm):
     def logprobs(
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
     ) -> dict[str, Any]:
-        missing = len(tokens) - len(given)  # 1 where these begin a text
+        missing = len(tokens) - len(given)  # 1 where these are a prompt's first
+        begins = missing > 0
+        if choice.offsets is None and not begins and self._before is not None:
+            begins = not texts.give_text(self._before, self._shows_special)
         return {
             "tokens": [texts.text(token) for token in tokens],
             "token_logprobs": [None] * missing + [max(each.logprob, LEAST_LOGPROB) for each in given],
             "top_logprobs": [None] * missing + [_by_text(each, texts) for each in given],
-            "text_offset": choice.offsets_of(tokens, texts, self._shows_special, begins=missing > 0),
+            "text_offset": choice.offsets_of(tokens, texts, self._shows_special, begins),
         }
 
 

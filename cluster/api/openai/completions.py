@@ -22,7 +22,8 @@ def read_completion(body: Mapping[str, Any], request_id: str, _: Tokenizers) -> 
     prompt = _prompt(fields.take("prompt", JsonType.STRING, JsonType.ARRAY))
     names = {"prompt.token_ids": "prompt", "prompt.text": "prompt"}
     asked = http_request(fields, prompt, options, request_id, names)
-    return asked, CompletionForm(asked.message.show_special_tokens)
+    before = prompt if not asked.message.session else None
+    return asked, CompletionForm(asked.message.show_special_tokens, before)
 
 
 def _prompt(given: str | list[Any] | None) -> str | list[int]:
