@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
 import json
@@ -309,10 +308,12 @@ class RedisSessions:
 
         A connection that breaks before the answer of EXEC arrives is reported as a change of the key too, and an
         attempt that took too long may have written. So what is stored decides: this record, if it was `sent`; the
-        version before it; or another.
+        version before it; or another. Raises Conflict where another change came first each time, and what broke the
+        last connection where that did.
         """
+        broken: BaseException | None = None
         for _ in range(WRITES):
-            with contextlib.suppress(redis.exceptions.WatchError):
+            try:
                 async with transaction(self._redis, key) as pipe:
                     await pipe.watch(key)
                     found = _bytes(await pipe.getrange(key, 0, MAX_RECORD_BYTES))
@@ -325,6 +326,10 @@ class RedisSessions:
                     sent.set()
                     await pipe.execute()
                     return None
+            except redis.exceptions.WatchError as error:
+                broken = error.__context__  # None: the key has changed
+        if isinstance(broken, REDIS_FAULTS):
+            raise broken
         raise _written_first()
 
     async def _secret(self) -> bytes:

@@ -249,6 +249,41 @@ async def test_a_full_server_is_named_as_the_reason_and_is_still_read(server: Re
         assert len(warnings) == 2 and all("OOM" in each for each in warnings), "one for each store, however many calls"
 
 
+async def test_a_server_that_is_read_only_is_named_as_the_reason_and_is_no_conflict(server: RedisServer):
+    """A replica that Sentinels or a load balancer still take for the primary. redis-py reports it, and each connection
+    that breaks within a transaction, as a change of the key."""
+    async with stores(server.url) as (sessions, states, token):
+        with admin(server) as client:
+            client.replicaof("127.0.0.1", 1)
+            with pytest.raises(PeerLost, match="the store fails: READONLY: You can't write"):
+                await sessions.write(token, "", later_record(9))
+            await check_reads(sessions, states, token)
+            client.replicaof("NO", "ONE")
+        await sessions.write(token, "", later_record(9))
+
+
+async def test_a_write_whose_connection_breaks_each_time_is_no_conflict(server: RedisServer):
+    proxy = Proxy(server)
+    async with proxy as url, stores(url) as (sessions, _, token):
+        forward, broken = proxy._forward, 0
+
+        async def breaking(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+            nonlocal broken
+            while (data := await reader.read(1 << 16)) and b"EXEC" not in data:
+                writer.write(data)
+            broken += bool(data)
+            writer.close()
+
+        proxy._forward = breaking
+        await sessions._redis.connection_pool.disconnect()
+        with pytest.raises(PeerLost, match="the store fails"):
+            await sessions.write(token, "", later_record(9))
+        assert broken > 1
+        proxy._forward = forward
+        await sessions._redis.connection_pool.disconnect()
+        assert await sessions.read(token, "") == RECORD
+
+
 async def check_reads(sessions: RedisSessions, states: RedisStates, token: str) -> None:
     assert await sessions.read(token, "") == RECORD
     assert await states.load("a", MOST) == b"x"
