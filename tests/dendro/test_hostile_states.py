@@ -158,7 +158,8 @@ async def test_a_state_that_its_store_would_not_keep_is_not_packed(monkeypatch):
     monkeypatch.setattr("dendro.state.pack_state", lambda header, arrays: packed.append(header) or b"state")
     shelf = Shelf(SmallStates(), "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1 << 30)
     for numbers, kept in ((3, 2), (4, 0)):
-        assert await shelf.put("", [5, 6], 0, {"a": np.zeros(numbers, np.float32)}) == kept
+        closed = ClosedMemory("", [5, 6], 0, {"a": np.zeros(numbers, np.float32)})
+        assert await shelf.put(closed) == kept
     assert len(packed) == 1
 
 
