@@ -52,6 +52,8 @@ WRITTEN_S = 1.0
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
 so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
+FEW_ANSWERS = 4
+"""Most answers of a frame that are taken as it arrives."""
 UNANSWERED_S = 600.0
 """Seconds after which a round's call without an answer fails. By default no caller waits so long; of a verifier, the
 calls for ordered trees that were late go on. Callers that open or close a text set limits of their own."""
@@ -180,6 +182,7 @@ class PeerStream:
         way = call if self._local is None else self._local
         self._tasks = [asyncio.create_task(self._read(way)), asyncio.create_task(self._write(way))]
         if self._local is not None:
+            self._local.take_with(self._take_few)
             self._tasks.append(asyncio.create_task(self._read(call)))
 
     @property
@@ -304,22 +307,34 @@ class PeerStream:
             while (frame := await call.read()) is not EOF:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
-                # Open calls, also those whose callers have left.
-                if len(frame.answers) > (owed := self.calls - self._answered) + MOST_ON_WAY:
-                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {owed} calls")
-                for answer in frame.answers:
-                    if not answer.call:
-                        self._prepared(answer)
-                        continue
-                    self._answered += 1
-                    sent = self._waiting.pop(answer.call, None)
-                    if sent is not None and not sent.left():
-                        try:
-                            outcome: Any = sent.result(wire.answer_from(answer))
-                        except Exception as error:  # fails one call; the stream continues
-                            outcome = error
-                        sent.settle(outcome)
+                self._take(frame)
             raise PeerLost(f"{self.address}: the stream has ended")
+
+    def _take_few(self, frame: Any) -> bool:
+        """Take a frame of few answers as it arrives. False if they are many."""
+        if len(frame.answers) > FEW_ANSWERS:
+            return False
+        with self._losing():
+            self._take(frame)
+        return True
+
+    def _take(self, frame: Any) -> None:
+        """Settle the calls that a frame answers. Raises PeerLost for too many answers."""
+        # Open calls, also those whose callers have left.
+        if len(frame.answers) > (owed := self.calls - self._answered) + MOST_ON_WAY:
+            raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {owed} calls")
+        for answer in frame.answers:
+            if not answer.call:
+                self._prepared(answer)
+                continue
+            self._answered += 1
+            sent = self._waiting.pop(answer.call, None)
+            if sent is not None and not sent.left():
+                try:
+                    outcome: Any = sent.result(wire.answer_from(answer))
+                except Exception as error:  # fails one call; the stream continues
+                    outcome = error
+                sent.settle(outcome)
 
     def _prepared(self, answer: Any) -> None:
         """Pass a prepared tree on. More than were allowed, and malformed ones, are dropped."""

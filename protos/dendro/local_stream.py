@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 import grpc.aio
@@ -44,6 +44,8 @@ READ_BYTES = 1 << 16
 """Most bytes that one call of the system reads."""
 MOST_FRAMES = 64
 """Most unread frames before reading from the socket pauses; also the most frames read before other tasks run."""
+SHORT_BYTES = 4096
+"""Most bytes of a frame that is handled as it arrives."""
 MOST_NAME_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
 
@@ -63,6 +65,7 @@ class FrameSocket:
         self._messages: deque[bytes] = deque()
         self._reading: asyncio.Future[None] | None = None
         self._paused = False  # nothing is read from the socket
+        self._take: Callable[[Any], bool] | None = None
         self._read_at_once = 0  # frames read since others of the event loop had a turn
         self._sending = threading.Lock()  # held while bytes go to the socket, and while it is closed
         self._unsent = bytearray()  # bytes that the socket has not taken; only the event loop removes them
@@ -83,8 +86,8 @@ class FrameSocket:
             self.close()
             return
         self._received += data
-        start = 0
-        while len(self._received) >= (begin := start + LENGTH_BYTES):
+        start = taken = 0
+        while len(self._received) >= (begin := start + LENGTH_BYTES) and not self._ended:
             size = int.from_bytes(self._received[start:begin], "little")
             if size > self._most_bytes:
                 self._fault = f"sends a frame of {size} bytes"
@@ -92,13 +95,28 @@ class FrameSocket:
                 break
             if len(self._received) < begin + size:
                 break
-            self._messages.append(bytes(self._received[begin : begin + size]))
+            message = bytes(self._received[begin : begin + size])
             start = begin + size
+            taken += 1
+            if taken > MOST_FRAMES or not self._taken(message):
+                self._messages.append(message)
         del self._received[:start]
         if len(self._messages) > MOST_FRAMES and not self._ended:
             self._loop.remove_reader(self._socket)
             self._paused = True
-        self._wake()
+        if self._messages:
+            self._wake()
+
+    def _taken(self, message: bytes) -> bool:
+        """Give a short frame to `take` if all before it were handled: while a `read` waits."""
+        waits = self._reading is not None and not self._reading.done() and not self._messages
+        if self._take is None or not waits or len(message) > SHORT_BYTES:
+            return False
+        try:
+            frame = self._frame.FromString(message)
+        except DecodeError:
+            return False  # `read` raises
+        return self._take(frame)
 
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
@@ -123,6 +141,11 @@ class FrameSocket:
         self._flows.set()
 
     # A stream calls these.
+    def take_with(self, take: Callable[[Any], bool]) -> None:
+        """Give short frames to `take` as they arrive while a `read` waits, in no task: a task would begin a turn of the
+        event loop later. `take` raises nothing, and returns False for a frame that `read` is to return."""
+        self._take = take
+
     async def read(self) -> Any:
         """The next frame; EOF once the connection has ended. Raises PeerLost for bytes that are no frame."""
         self._read_at_once += 1

@@ -38,7 +38,7 @@ from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.failures import described, log_failure
 from dendro.internal.v1 import calls_pb2
-from dendro.local_stream import FrameSocket, LocalListener
+from dendro.local_stream import MOST_FRAMES, FrameSocket, LocalListener
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -74,6 +74,8 @@ FAULT_POLL_S = 1.0
 """Interval of the health checks of a replica's engine."""
 CALLS_AT_ONCE = 256
 """Calls of one stream that are started before other streams have a turn."""
+FEW_CALLS = CALLS_AT_ONCE // MOST_FRAMES
+"""Most calls of a frame that are started as it arrives."""
 MOST_UNREAD = 4096
 """Answers that a caller may leave unread while more of its calls are started."""
 DRAIN_S = 2.0
@@ -325,7 +327,7 @@ class StreamServer:
                 self._stats.frames_out += 1
             except PeerLost:  # the caller has gone, and its stream ends
                 return
-            except Exception as error:  # the other calls of the engine go on
+            except Exception as error:  # fails one call; the stream continues
                 log_failure(log, error, "an answer could not be sent")
 
         async def answer_later(number: int, work: Awaitable[Any]) -> None:
@@ -390,8 +392,21 @@ class StreamServer:
                         await pause()
                     begin(message)
 
+        def take_few(back: FrameSocket, frame: Any) -> bool:
+            """Begin the calls of a frame as it arrives. False if they are many, which `take` begins in several turns of
+            the event loop."""
+            nonlocal way
+            if len(frame.calls) > FEW_CALLS or len(answers) > MOST_UNREAD:
+                return False
+            way = back
+            self._stats.frames_in += 1
+            for message in frame.calls:
+                begin(message)
+            return True
+
         async def take_local(joined: asyncio.Future[FrameSocket]) -> None:
             local = await joined
+            local.take_with(partial(take_few, local))
             with contextlib.suppress(PeerLost):  # the caller loses the socket, too, and ends the stream
                 await take(local, local)
 

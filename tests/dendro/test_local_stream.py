@@ -19,6 +19,8 @@ from dendro.local_stream import EOF, FrameSocket, LocalListener, join
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.sockets import until
+
 MOST = 1 << 16
 
 
@@ -51,6 +53,7 @@ def stream_of_bytes():
     """A stream, and the socket from which its bytes come."""
     own, other = socket.socketpair()
     own.setblocking(False)
+    other.setblocking(False)
     stream = FrameSocket(own, verifier_pb2.VerifyFrame, MOST)
     with other:
         yield stream, other
@@ -75,6 +78,47 @@ def test_frames_are_read_whole_wherever_their_bytes_are_cut(sizes, data):
             return await read_all(stream)
 
     assert asyncio.run(received()) == list(range(1, len(sizes) + 1))
+
+
+@given(st.lists(st.sampled_from([0, 5000]), min_size=1, max_size=200), st.sets(st.integers(1, 200)))
+def test_frames_are_handled_in_order_whether_they_are_taken_or_read(sizes, read):
+    async def handled() -> list[int]:
+        with stream_of_bytes() as (stream, other):
+            numbers: list[int] = []
+
+            def take(one) -> bool:
+                if taken := one.calls[0].call not in read:
+                    numbers.append(one.calls[0].call)
+                return taken
+
+            async def read_rest() -> None:
+                async for one in stream:
+                    numbers.append(one.calls[0].call)
+                    await asyncio.sleep(0)
+
+            stream.take_with(take)
+            reading = asyncio.create_task(read_rest())
+            await asyncio.sleep(0)
+            for number, size in enumerate(sizes, 1):
+                await asyncio.get_running_loop().sock_sendall(other, bytes_of(frame(number, size)))
+            other.close()
+            await reading
+            return numbers
+
+    assert asyncio.run(handled()) == list(range(1, len(sizes) + 1))
+
+
+async def test_a_short_frame_is_taken_in_no_task():
+    with stream_of_bytes() as (stream, other):
+        tasks: list[asyncio.Task[None] | None] = []
+        stream.take_with(lambda one: tasks.append(asyncio.current_task()) is None)
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        other.send(bytes_of(frame(1)))
+        await until(lambda: tasks)
+        assert tasks == [None]
+        stream.close()
+        assert await reading is EOF
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop, as in Serve"])
