@@ -6,7 +6,7 @@ import torch
 from dendro.text import Sampling
 from tree_kernels.kernel_cache import NoKernelsError
 from tree_kernels.noise import gumbel_noise
-from tree_kernels.ranking import Orders, ranked
+from tree_kernels.ranking import Orders, ranking_of
 from tree_kernels.warp import drafter_ranking
 
 from drafter_service.runner import DraftLaw
@@ -39,9 +39,10 @@ def test_guesses_are_those_of_the_edited_logits(names: tuple[str, ...], temperat
     found = drafter_ranking(logits, law.warp, added[None], 5)
     assert found.ids[0, :width].tolist() == left[:width] and torch.isfinite(found.scores).all()
     try:
-        ids, theirs = ranked(logits, [1], Orders([law.warp.temperature], [added], [VOCABULARY]), 5)
+        ranking = ranking_of(logits, [1], Orders([law.warp.temperature], [added], [VOCABULARY]), 5)
     except NoKernelsError:
         return
+    ids, theirs = ranking.results(1, 5)
     assert ids.tolist() == found.ids.tolist() and theirs.tolist() == found.scores.tolist()
 
 

@@ -65,9 +65,9 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         levels.append(Level(np.array(tokens), [count], [0], [0], [depth], [nodes]))
         wanted.append(memory.guesses(levels[-1], [count], [depth], every[depth], WIDTH))
         done += count
-        rows = zip(form.above[done:], form.ranks[done:], strict=True)
+        below = zip(form.above[done:], form.ranks[done:], strict=True)
         ids = np.concatenate([each.candidates for each in wanted])
-        tokens = [ids[above, rank] for above, rank in rows if done - count <= above < done]
+        tokens = [ids[above, rank] for above, rank in below if done - count <= above < done]
     for first in (0, 1):
         again = memory if first else memory_of(model, 60)
         orders = Orders([0.7] * len(noise[first:]), noise[first:], [model.vocabulary] * len(noise[first:]))
