@@ -295,12 +295,13 @@ class PeerStream:
             while True:
                 await self._filled.wait()
                 self._filled.clear()
-                messages, self._outbox = self._outbox, []
+                messages = self._outbox.copy()  # it is empty once all are sent: no call may overtake an earlier one
                 for batch in wire.batched(messages, MAX_MESSAGE_BYTES // 2):
                     self.frames += 1
                     self._writing_s = loop.time()
                     await call.write(self._kind.frame(None, batch))
                     self._writing_s = math.inf
+                del self._outbox[: len(messages)]
 
     async def _read(self, call: Any) -> None:
         with self._losing():

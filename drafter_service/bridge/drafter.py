@@ -13,7 +13,7 @@ from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall,
 from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, NotFound, PeerLost
 from dendro.measured import StepTotals, microseconds
-from dendro.tasks import off_loop
+from dendro.tasks import BackgroundTasks, off_loop
 from dendro.tree import DraftTree
 
 from drafter_service.bridge.branches import LONGEST_TAIL
@@ -59,7 +59,14 @@ class _BridgedText:
         return TextUpdate.of(update.opening, tokens, 0), tuple(dict.fromkeys(kept))
 
 
-def _outcome_of(drafting: Future[DraftTree]) -> DraftTree | BaseException:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # a verifier's thread
+        return None
+
+
+def _outcome_of(drafting: asyncio.Task[DraftTree] | Future[DraftTree]) -> DraftTree | BaseException:
     """The tree of a draft that has ended, or the exception in its place."""
     if drafting.cancelled():  # the event loop of the text ends
         return PeerLost("drafter: a draft was cancelled")
@@ -84,6 +91,7 @@ class BridgedDrafter:
         self._clock = clock
         self._bridges = dict(bridges)
         self._texts: dict[bytes, _BridgedText] = {}
+        self._drafting = BackgroundTasks()
 
     @property
     def kernels(self) -> str:
@@ -164,7 +172,11 @@ class BridgedDrafter:
         if text is None:
             self.engine.draft_for(call, deliver)
             return
-        drafting = asyncio.run_coroutine_threadsafe(self.draft(call), text.loop)
+        drafting: asyncio.Task[DraftTree] | Future[DraftTree]
+        if _running_loop() is text.loop:  # begun before a close that comes next
+            drafting = self._drafting.start(self.draft(call))
+        else:
+            drafting = asyncio.run_coroutine_threadsafe(self.draft(call), text.loop)
         drafting.add_done_callback(lambda done: deliver(_outcome_of(done)))
 
     async def close(self, call: CloseCall) -> Closed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -27,8 +28,11 @@ from typing import Any, Self, cast
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from dendro.errors import PeerLost
+from dendro.errors import NO_FAULTS, PeerLost
+from dendro.failures import log_failure
 from dendro.tasks import BackgroundTasks
+
+log = logging.getLogger("dendro.local_stream")
 
 EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
@@ -98,8 +102,15 @@ class FrameSocket:
             message = bytes(self._received[begin : begin + size])
             start = begin + size
             taken += 1
-            if taken > MOST_FRAMES or not self._taken(message):
-                self._messages.append(message)
+            try:
+                if taken > MOST_FRAMES or not self._taken(message):
+                    self._messages.append(message)
+            except BaseException as error:  # a panic of a native library is no Exception
+                if isinstance(error, NO_FAULTS):
+                    raise
+                log_failure(log, error, "a frame could not be handled")
+                self._fault = "sends a frame that could not be handled"
+                self.close()
         del self._received[:start]
         if len(self._messages) > MOST_FRAMES and not self._ended:
             self._loop.remove_reader(self._socket)
@@ -134,7 +145,8 @@ class FrameSocket:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._unsent.clear()  # what is read from the socket ends the connection
+                self._unsent.clear()
+                self._shut()
             if self._unsent:
                 return
             self._loop.remove_writer(self._socket)
@@ -143,7 +155,8 @@ class FrameSocket:
     # A stream calls these.
     def take_with(self, take: Callable[[Any], bool]) -> None:
         """Give short frames to `take` as they arrive while a `read` waits, in no task: a task would begin a turn of the
-        event loop later. `take` raises nothing, and returns False for a frame that `read` is to return."""
+        event loop later. `take` returns False for a frame that `read` is to return. What it raises ends the
+        connection."""
         self._take = take
 
     async def read(self) -> Any:
@@ -197,6 +210,7 @@ class FrameSocket:
                 except (BlockingIOError, InterruptedError):
                     pass
                 except OSError:
+                    self._shut()
                     raise PeerLost("the socket has ended") from None
                 if sent == len(data):
                     return
@@ -205,6 +219,12 @@ class FrameSocket:
                 except RuntimeError:  # the loop is closed: the process ends
                     raise PeerLost("the socket has ended") from None
             self._unsent += data[sent:]
+
+    def _shut(self) -> None:
+        """End the connection after a send that failed, from any thread: both ends read its end. A part of a frame may
+        have been sent, after which no other may follow."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def __aiter__(self) -> Self:
         return self

@@ -262,7 +262,7 @@ class StreamServer:
         their texts at other replicas."""
         self._fault = fault
         self._answering.cancel()
-        for deliver in tuple(self._rounds):
+        for deliver in self._rounds.copy():
             deliver(PeerLost(f"replica: {fault}"))
         for opening, held in tuple(self._open.items()):
             held.opening.cancel()
@@ -306,6 +306,8 @@ class StreamServer:
                 self._stats.refused += 1
                 if not isinstance(outcome, DendroError):  # service boundary: one call fails, the stream continues
                     log_failure(log, outcome, "a call failed")
+                if not isinstance(outcome, Exception):
+                    outcome = EngineFailed(f"a native library panicked: {described(outcome)}")
             answers.append(self._kind.answer(number, outcome))
             ready.set()
 
@@ -328,7 +330,8 @@ class StreamServer:
             except PeerLost:  # the caller has gone, and its stream ends
                 return
             except Exception as error:  # fails one call; the stream continues
-                log_failure(log, error, "an answer could not be sent")
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(answer_round, number, None, error)
 
         async def answer_later(number: int, work: Awaitable[Any]) -> None:
             try:
@@ -342,8 +345,7 @@ class StreamServer:
             except BaseException as error:
                 if isinstance(error, NO_FAULTS):
                     raise
-                log_failure(log, error, "a native library panicked")
-                outcome = EngineFailed(f"a native library panicked: {described(error)}")
+                outcome = error
             answer(number, outcome)
 
         def begin(message: Any) -> None:
@@ -358,7 +360,9 @@ class StreamServer:
                     self._begin_round(call, partial(deliver, number, held.span))
                     return
                 work = self._begin_open(call, mine) if held is None else self._begin_close(call, held, mine)
-            except Exception as error:
+            except BaseException as error:
+                if isinstance(error, NO_FAULTS):
+                    raise
                 answer(number, error)
                 return
             task = self._answering.start(answer_later(number, work))
@@ -473,7 +477,9 @@ class StreamServer:
         self._rounds.add(once)
         try:
             self._kind.begin(self._engine, call, once)
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, NO_FAULTS):
+                raise
             once(error)
 
     def _begin_close(self, call: CloseCall, held: _Opening, mine: set[bytes]) -> Awaitable[Closed]:

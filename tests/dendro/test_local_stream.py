@@ -170,6 +170,42 @@ async def test_a_thread_cannot_send_on_an_ended_stream():
             await asyncio.to_thread(stream.send, frame(1))
 
 
+class FullSocket(socket.socket):
+    """A socket for which the system has no buffer."""
+
+    def send(self, *given: object) -> int:
+        raise OSError(errno.ENOBUFS, "no buffer space available")
+
+
+async def test_a_send_that_fails_ends_the_connection_for_both_ends():
+    own, other = socket.socketpair()
+    full = FullSocket(fileno=own.detach())
+    full.setblocking(False)
+    stream = FrameSocket(full, verifier_pb2.VerifyFrame, MOST)
+    with other:
+        with pytest.raises(PeerLost):
+            await asyncio.to_thread(stream.send, frame(1))
+        assert await asyncio.wait_for(stream.read(), 20) is EOF
+        assert other.recv(1) == b""
+
+
+async def test_what_cannot_be_handled_ends_the_connection():
+    with stream_of_bytes() as (stream, other):
+        taken = []
+
+        def take(one) -> bool:
+            taken.append(one.calls[0].call)
+            raise RuntimeError("a planted fault")
+
+        stream.take_with(take)
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        other.send(bytes_of(frame(1)) + bytes_of(frame(2)))
+        with pytest.raises(PeerLost, match="could not be handled"):
+            await reading
+        assert taken == [1] and other.recv(1) == b""
+
+
 async def test_a_ticket_counts_once_and_others_are_refused():
     listener = LocalListener(verifier_pb2.VerifyFrame, MOST)
     with listener.expect() as (ticket, other):
