@@ -11,6 +11,7 @@ each round all proposals for it, verified or not, are compared with the tokens t
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import OrderedDict, defaultdict
@@ -24,7 +25,6 @@ from dendro.text import Text
 from dendro.tree import DraftTree
 
 from cluster.policies.costs import temperature_class
-from cluster.policies.prior import promised_tokens
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.prediction import PredictedOutput
 from cluster.proposers.proposal import LEAST, Proposal, Proposer
@@ -33,7 +33,7 @@ from cluster.proposers.suffix import Outputs, Suffix
 TEXT_TOKENS = 8192
 """Most tokens of a text in its suffix automaton: some 3 MB."""
 OFFERED = 32
-"""Most rows that one proposer proposes. Paths that are not among the likeliest 32 are hardly ever accepted."""
+"""Most rows of proposals. Paths that are not among the likeliest 32 are hardly ever accepted."""
 OUTPUT_TOKENS = 8192
 """Most tokens of past answers kept for a tenant at a target."""
 COUNTED_TENANTS = 16
@@ -160,22 +160,20 @@ class Proposals:
         self._max_rows = max_rows
         self._max_depth = max_depth
         self._proposed: list[tuple[str, Proposal]] = []  # the last proposals, by proposer
-        self._made: list[DraftTree] | None = None  # the last proposals as trees with values, once they are needed
+        self._tree: DraftTree | None = None  # the last proposals merged, once they are needed
         self._base = 0  # length of the text for which the last proposals were made
         self._depth = 0  # the depth to which they were made
         self._ended = False
 
     def offer(self, text: Text, least: float = 0.0) -> DraftTree:
-        """The proposals for the next round of the proposer whose guesses promise most tokens; the root alone if there
-        are none, or if `least` is above zero and no first guess has that chance (`Chances.first`). Deeper guesses are
-        then not made. Others' are merged with them once the round is to have a tree (`merged`)."""
+        """Merge all proposals for the next round into one tree; the root alone if there are none, or if `least` is
+        above zero and no first guess has that chance (`Chances.first`). Deeper guesses are then not made."""
         if least:
             self.propose(text, 1)
             if all(self._chances.first(name, proposal) < least for name, proposal in self._proposed):
                 return DraftTree.root_only(text.root)
         self.propose(text)
-        promising = max(self._trees, key=lambda tree: promised_tokens(tree, tree.rows), default=None)
-        return DraftTree.root_only(text.root) if promising is None else promising
+        return self._all(text.root)
 
     def propose(self, text: Text, most: int = MAX_ROWS) -> None:
         """Learn from the last proposals and make new ones, of at most this depth, unless the text has as deep ones."""
@@ -186,21 +184,22 @@ class Proposals:
             return
         for name, proposal in self._proposed:
             self._chances.learn(name, proposal, came)
-        self._proposed, self._base, self._depth, self._made = [], len(text), depth, None
+        self._proposed, self._base, self._depth, self._tree = [], len(text), depth, None
         for proposer in self._proposers if depth > 0 else ():
             proposer.grow(text)
             self._proposed.append((proposer.name, proposer.propose(text, min(OFFERED, self._max_rows), depth)))
 
-    @property
-    def _trees(self) -> list[DraftTree]:
-        if self._made is None:
-            self._made = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
-        return self._made
+    def _all(self, root: int) -> DraftTree:
+        """The last proposals as one tree."""
+        if self._tree is None:
+            trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+            self._tree = merge([DraftTree.root_only(root), *trees], min(OFFERED, self._max_rows), self._max_depth)
+        return self._tree
 
     def merged(self, tree: DraftTree, rows: int) -> DraftTree:
         """A drafter's tree with the last proposals, cut to `rows` rows and to the limits of the target and the request.
         A late or lost tree is the root alone: the result then has proposals alone."""
-        return merge([tree, *self._trees], min(rows, self._max_rows), self._max_depth)
+        return merge([tree, self._all(int(tree.tokens[0]))], min(rows, self._max_rows), self._max_depth)
 
     def end(self, text: Text) -> None:
         """Record that the text has ended. May be called again."""
@@ -268,8 +267,15 @@ class ProposalLibrary:
         return past
 
 
-_Path = tuple[int, ...]
-"""Tokens on the way from the root to a row; empty for the root."""
+@dataclass(slots=True, eq=False)
+class _Guess:
+    """A node of several trees' union: a token after the tokens of its ancestors."""
+
+    token: int
+    depth: int
+    chance: float = -np.inf  # log-chance given the parent: the greatest of the trees that have this guess
+    drafted: bool = False  # True if the first tree has this guess
+    below: dict[int, _Guess] = field(default_factory=dict)
 
 
 def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTree:
@@ -294,35 +300,47 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         raise ValueError(f"trees: begin with {[int(tree.tokens[0]) for tree in trees]}; they must have one root")
     if first.rows <= max_rows and first.depth <= max_depth and not any(tree.guesses for tree in trees[1:]):
         return first
-    found, values = [_chances_by_path(tree) for tree in trees], dict[_Path, float]()
-    for chances in found:
-        for path, chance in chances.items():
-            values[path] = max(values.get(path, -math.inf), chance)
-    for path in values:  # a row comes after its parent
-        values[path] += values[path[:-1]] if path else 0.0
-    fitting = [path for path in values if len(path) <= max_depth]
-    kept = sorted(fitting, key=values.__getitem__, reverse=True)[:max_rows]  # equal ones stay in the order of the trees
-    rows = {path: row for row, path in enumerate(kept)}
+    root = _Guess(int(first.tokens[0]), 0, 0.0)
+    for tree in trees:
+        _add(root, tree, tree is first)
+    tokens, parents, values, proposed = [root.token], [-1], [0.0], list[int]()
+    found = itertools.count()
+    paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first; of equals, the first found
+    guess, row = root, 0
+    while True:
+        if guess.depth < max_depth:
+            for child in guess.below.values():
+                heapq.heappush(paths, (-values[row] - child.chance, next(found), row, child))
+        if not paths or len(tokens) >= max_rows:
+            break
+        less, _, parent, guess = heapq.heappop(paths)
+        row = len(tokens)
+        tokens.append(guess.token)
+        parents.append(parent)
+        values.append(-less)
+        if not guess.drafted:
+            proposed.append(row)
     return DraftTree.unchecked(
-        np.array([first.tokens[0], *(path[-1] for path in kept[1:])], np.int64),
-        np.array([-1, *(rows[path[:-1]] for path in kept[1:])], np.int64),
-        np.array([values[path] for path in kept], np.float32),
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(values, np.float32),
         first.proposer,
         first.trace,
         first.draft_us,
         first.texts,
         first.missed,
-        frozenset(row for row, path in enumerate(kept) if path not in found[0]),
+        frozenset(proposed),
     )
 
 
-def _chances_by_path(tree: DraftTree) -> dict[_Path, float]:
-    """Log-chance of each row given its parent, parents first."""
+def _add(root: _Guess, tree: DraftTree, drafted: bool) -> None:
     tokens, parents, values = tree.tokens.tolist(), tree.parents.tolist(), tree.values.tolist()
-    paths: list[_Path] = [()]
-    chances: dict[_Path, float] = {(): 0.0}
+    guesses = [root]
     for row in range(1, tree.rows):
-        above = parents[row]
-        paths.append((*paths[above], tokens[row]))
-        chances[paths[row]] = min(values[row] - values[above], 0.0)
-    return chances
+        above = guesses[parents[row]]
+        guess = above.below.get(tokens[row])
+        if guess is None:
+            guess = above.below[tokens[row]] = _Guess(tokens[row], above.depth + 1)
+        guess.chance = max(guess.chance, min(values[row] - values[parents[row]], 0.0))
+        guess.drafted |= drafted
+        guesses.append(guess)
