@@ -218,7 +218,7 @@ class ConservativeUCB:
         concurrency = self.experience.concurrency
         trial = concurrency.trial
         self._resting = trial is not None and trial.resting
-        self._excluded = trial is not None and not concurrency.may_guess(trial, self._place)
+        self._excluded = trial is not None and not (self._trees and concurrency.may_guess(trial, self._place))
         self._passed = False
         if self._excluded:
             chosen = OFF_ARM
@@ -231,6 +231,7 @@ class ConservativeUCB:
         """Choose the arm of a text that the trial lets guess."""
         prices = self.experience.prices()
         estimates = self._estimates(prices, offer)
+        self._drafted = []  # prices change with the number of texts
         if not estimates:
             return OFF_ARM
         best, plain_us = estimates[0], prices.predicted_us(OFF_ARM)
@@ -304,10 +305,15 @@ class ConservativeUCB:
         if known is not None:
             first = min(max(EARNING * (known.mean - each.us / plain_us), 0.0), MOST_RISKED)
         else:
-            first = FIRST_ROUNDS if each.arm.drafted and not self._prior.knows(each.arm.maker) else 0.0
+            first = FIRST_ROUNDS if each.arm.maker in self._unknown else 0.0
         budget_us = (BUDGET * self._tokens + first) * plain_us
         lost_us = self._lost_us + self._opening_us(each, plain_us) + prices.switching_us(each.arm, self._last_maker)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
+
+    @functools.cached_property
+    def _unknown(self) -> set[str]:
+        """Names of drafters that no text of the prior has tried. Kept, as `_first` is: the prior learns meanwhile."""
+        return {arm.maker for arm in self._trees if arm.drafted and not self._prior.knows(arm.maker)}
 
     def _opening_us(self, each: ArmEstimate, plain_us: float) -> float:
         """Microseconds of opening the text at the arm's drafter that count as lost: 0 if they are counted already, or
@@ -337,6 +343,7 @@ class ConservativeUCB:
         if not arm.off:
             self._learn_length(arm, tree, verdict, ranked)
         self.experience.learn(arm, tree, verdict)
+        self.__dict__.pop("_bonus", None)
 
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict, last_maker: str) -> None:
         """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
@@ -411,7 +418,7 @@ class ConservativeUCB:
         most = max((length.mean for length in others), default=None)
         return EmittedLength() if most is None else EmittedLength(min(most, arm.depth + 1), 1.0)
 
-    @property
+    @functools.cached_property
     def _bonus(self) -> float:
         """BETA * sqrt(2 ln t), the bonus of an arm that was played once."""
         total = self._tokens + sum(length.rounds for length in self._first.values())

@@ -295,7 +295,8 @@ class Experience:
             waited_us, played = (tree.draft_us, OFF_ARM) if tree.missed else (0, arm)
             expected_us = self.prices().predicted_us(played)
             if expected_us is not None:
-                self._opening_us += max(took_us - waited_us - expected_us, 0.0)
+                begun_us = costs.ahead.us if tree.missed else 0.0  # the round was not begun ahead, as plain ones are
+                self._opening_us += max(took_us - waited_us - begun_us - expected_us, 0.0)
         elif self._opening_us:
             costs.opening.learn(self._opening_us)
             self._opening_us = 0.0

@@ -231,10 +231,10 @@ def test_the_opening_of_a_drafter_must_be_earned_back_before_its_first_tree():
         assert policy.choose() == expected
 
 
-@pytest.mark.parametrize("right, least, mean", [(0.59, 0.89, 1.45), (0.43, 0.91, 1.15), (0.2, 0.92, 0.99)])
-def test_strangers_with_short_answers_take_what_most_texts_gain(right, least, mean):
-    """Answers of 64 tokens of one tenant each, whose texts differ, after an opening of two rounds. least, mean: over
-    `off`, of twelve routers' 24 answers"""
+@pytest.mark.parametrize("right, mean", [(0.59, 1.4), (0.43, 1.12), (0.2, 0.99)])
+def test_strangers_with_short_answers_take_what_most_texts_gain(right, mean):
+    """Answers of 64 tokens of one tenant each, whose texts differ, after an opening of two rounds. mean: over `off`, of
+    twelve routers' 24 answers; one answer in twenty may lose more than 3 %, and none more than 15 %"""
     ratios = []
     for router in range(12):
         experience, tenants, drawn = Experience(shared()), [], np.random.default_rng(router)
@@ -247,7 +247,21 @@ def test_strangers_with_short_answers_take_what_most_texts_gain(right, least, me
             opened = 2 * OFF_US * any(arm.drafted for arm in played)
             ratios.append(1 / (slower + opened / (64 * OFF_US)))
             tenants.append(notes)
-    assert min(ratios) > least and sum(ratios) / len(ratios) > mean
+    found = np.array(ratios)
+    assert found.mean() > mean and (found < 0.97).mean() < 0.05 and found.min() > 0.85
+
+
+def test_estimates_of_one_load_are_not_used_at_another():
+    """Beside another text nothing is timed, so all arms seem to take no time. Alone again, plain steps are timed."""
+    experience = Experience(shared())
+    policy = ConservativeUCB([OFF_ARM, ARMS[1]], experience, Prior({ARMS[1]: EmittedLength(1.1, 8.0)}))
+    with experience.concurrency.running(), experience.concurrency.running():
+        policy.choose()
+        policy.learn(OFF_ARM, DraftTree.root_only(1), Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1))
+    with experience.concurrency.running():
+        experience.concurrency.learn(1, 1e9, True, False, True)  # one text is expected from now on
+        experience.costs.step.learn(1, OFF_US, experience.concurrency.target)
+        assert policy.choose() == OFF_ARM
 
 
 def test_rounds_during_an_opening_teach_what_it_costs():
