@@ -33,6 +33,7 @@ from dendro.calls import (
     Peer,
     PreparedTree,
     TextUpdate,
+    VerifyCall,
 )
 from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
@@ -316,13 +317,17 @@ class StreamServer:
                 span.answered(outcome)
             answer(number, outcome)
 
+        def deliver_later(number: int, span: PeerSpan | None, outcome: Any) -> None:
+            """Leave a round's answer to the event loop, from any thread."""
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+                loop.call_soon_threadsafe(answer_round, number, span, outcome)
+
         def deliver(number: int, span: PeerSpan | None, outcome: Any) -> None:
             """Send a round's answer, from any thread: at once if it is the only one of its step, else with others."""
             direct = way
             alone = span is None and not answers and _is_alone(outcome)
             if not (alone and isinstance(direct, FrameSocket) and direct.flows):
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
-                    loop.call_soon_threadsafe(answer_round, number, span, outcome)
+                deliver_later(number, span, outcome)
                 return
             try:
                 direct.send(self._kind.answers(answers=[self._kind.answer(number, outcome)]))
@@ -330,8 +335,7 @@ class StreamServer:
             except PeerLost:  # the caller has gone, and its stream ends
                 return
             except Exception as error:  # fails one call; the stream continues
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(answer_round, number, None, error)
+                deliver_later(number, None, error)
 
         async def answer_later(number: int, work: Awaitable[Any]) -> None:
             try:
@@ -357,7 +361,8 @@ class StreamServer:
                 if held is not None and not isinstance(call, CloseCall):
                     if isinstance(call, DraftCall) and call.prepared_from:
                         call = replace(call, take_prepared=partial(deliver, 0, None))
-                    self._begin_round(call, partial(deliver, number, held.span))
+                    goes_on = isinstance(call, VerifyCall) and call.ahead  # the engine begins the next round at once
+                    self._begin_round(call, partial(deliver_later if goes_on else deliver, number, held.span))
                     return
                 work = self._begin_open(call, mine) if held is None else self._begin_close(call, held, mine)
             except BaseException as error:
