@@ -9,10 +9,8 @@ from dendro.errors import BadRequest
 
 from cluster.router.tokenizer import ANCHORS, Tokenizer
 
-FIRST_CHARACTERS = 256
-"""Characters of a prompt in which text is looked for: a special token has fewer."""
-PART_TOKENS = 64
-"""Tokens of a prompt that are decoded at once to look for text."""
+MOST_LOOKED_AT = 256
+"""Most characters, or tokens, of a prompt in which text is looked for."""
 
 
 class VocabularyTexts:
@@ -48,12 +46,13 @@ class VocabularyTexts:
         return not self._hiding.visible([token])
 
     def give_text(self, prompt: str | Sequence[int], shows_special: bool) -> bool:
-        """Whether a prompt's tokens give text, where special ones do if `shows_special`. Of a prompt that is text the
-        first FIRST_CHARACTERS are read."""
+        """Whether a prompt's tokens give text, where special ones do if `shows_special`. True for any prompt of more
+        than MOST_LOOKED_AT characters or tokens: one without text is a few special tokens."""
         tokenizer = self._tokenizer if shows_special else self._hiding
-        ids = tokenizer.encode(prompt[:FIRST_CHARACTERS], begins=True) if isinstance(prompt, str) else prompt
-        parts = (ids[at : at + PART_TOKENS] for at in range(0, len(ids), PART_TOKENS))
-        return any(map(tokenizer.decode, parts))
+        if len(prompt) > MOST_LOOKED_AT:
+            return True
+        ids = tokenizer.encode(prompt, begins=True) if isinstance(prompt, str) else prompt
+        return bool(tokenizer.decode(list(ids)))
 
     def left_out(self, token: int) -> int:
         """Number of leading characters that the token's text loses at the beginning of a text: a space, in some
