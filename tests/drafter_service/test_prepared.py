@@ -210,7 +210,7 @@ async def test_whatever_happens_to_texts_in_little_memory_trees_and_memories_are
 ):
     """Texts go on by a prepared outcome or otherwise, before or after all is prepared; are drafted with another shape,
     cut, closed and abandoned. Two or four text slots are left by two texts at times, and node slots for few trees.
-    Chains of up to `longest_chain` tokens end before their roots, as on a GPU."""
+    Chains of up to `longest_chain` tokens end before their roots."""
     if longest_chain:
         changed = OneForward(levels=False, longest_chain=longest_chain)
         monkeypatch.setattr(DraftRunner, "one_forward", lambda runner, session: changed)
